@@ -255,8 +255,8 @@ def test_a_model_of_an_unknown_family(refused, tmp_path):
     [
         ("file", "it is a file"),
         ("file/inner", "is a file"),
-        ("loop", "a symbolic link to nothing, or to itself"),
-        ("loop/inner", "a symbolic link to nothing, or to itself"),
+        ("loop", "a broken symbolic link"),
+        ("loop/inner", "a broken symbolic link"),
         ("x" * 300, "File name too long"),
         ("/proc/nope", "No such file or directory"),
         ("~nobody-of-this-name/x", "no user"),

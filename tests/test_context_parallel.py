@@ -154,7 +154,7 @@ def test_a_rank_alone_has_plain_attention(tokens):
         with pytest.raises(InputError, match="no dimension 4"):
             call(x, dim=4)
     q = torch.zeros(1, tokens, 2, 8)
-    with pytest.raises(InputError, match=rf"give that of whole sequences, \[1, {tokens}\]"):
+    with pytest.raises(InputError, match=rf"give the shape of whole sequences, \[1, {tokens}\]"):
         octavo.context_parallel.attention(q, q, q, position_ids=torch.arange(tokens + 1)[None])
     with pytest.raises(InputError, match="unknown cp_comm_type"):
         octavo.context_parallel.attention(q, q, q, cp_comm_type="own")
@@ -173,10 +173,10 @@ def test_it_needs_ranks_and_whole_positions():
     octavo.shutdown()  # as before the call
     for call in (lambda: octavo.context_parallel.attention(q, q, q), lambda: octavo.context_parallel.split(q)):
         with pytest.raises(
-            InputError, match=r"octavo\.init, which was not called\. .* octavo\.init\(\) for one alone, or pass a"
+            InputError, match=r"octavo\.init, which was not called\. .* octavo\.init\(\) for a single rank, or pass a"
         ):
             call()
-    assert "give that of whole sequences, [1, 8]" in ranks.run(2, wrong_positions)[1]
+    assert "give the shape of whole sequences, [1, 8]" in ranks.run(2, wrong_positions)[1]
 
 
 def wrong_positions():

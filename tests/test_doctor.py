@@ -111,7 +111,7 @@ def test_broken_and_missing_packages_are_findings(tmp_path, monkeypatch, capsys)
     assert missing["octavo_absent"]["command"] == "pip install octavo_absent"
     # To install again what is installed was not tried, and is no remedy.
     assert all(missing[name]["command"] is None and message in missing[name]["why"] for name, (_, message) in BROKEN.items())
-    assert "no remedy is known that helps here" in text
+    assert "no remedy is known to help here" in text
     assert "hello" not in capsys.readouterr().out
     json.dumps(found)
 
@@ -167,7 +167,7 @@ def test_a_hopper_without_cudnn_attention_and_without_a_compiler_is_told_so(on_g
     monkeypatch.setattr(doctor.shutil, "which", there.get)
     missing = {item["what"]: item for item in on_gpu("NVIDIA H200", (9, 0), True)["missing"]}
     assert "falls to flash" in missing["cuDNN attention"]["why"]
-    assert "is told not to take it" in missing["cuDNN attention"]["why"]
+    assert "is set not to use it" in missing["cuDNN attention"]["why"]
     assert missing["cuDNN attention"]["command"] is None
     assert missing["a C compiler"]["command"] == "apt-get install gcc"
     there.clear()
@@ -225,7 +225,7 @@ def test_a_driver_older_than_torchs_cuda_is_told_with_the_oldest_that_works(mach
     assert found["cuda"]["enough"] is False
     (item,) = found["missing"]
     assert item["what"] == "a driver of 580 or newer"
-    assert "the driver runs programs of CUDA 12.4 at most, and torch is built for CUDA 13.0" in item["why"]
+    assert "the driver supports CUDA up to 12.4, but torch is built for CUDA 13.0" in item["why"]
     assert item["command"] == "install a driver of 580 or newer, or a torch that is built for CUDA 12.4"
     text = rendered(found)
     assert "the driver runs CUDA 12.4 or older; torch's build needs a driver of 580 or newer" in text
@@ -250,7 +250,7 @@ def test_a_gpu_that_is_hidden_or_fails_is_told_by_its_reason_and_never_by_the_bu
     assert item["command"] is None
     assert "without CUDA" not in rendered(found)
     (item,) = machine(trials=lambda code, change: "True")["missing"]  # even without a change
-    assert item["why"].endswith("which has imported all packages above; one that imports torch alone sees it")
+    assert item["why"].endswith("which has imported all packages above; one that imports only torch sees it")
     assert item["command"] is None
     assert machine(driver=None, cuda=None)["missing"] == []  # a CPU with a build for CUDA
 
@@ -308,7 +308,7 @@ def test_another_cudnn_than_torchs_is_told_with_both_and_not_as_a_torch_without_
     (item,) = found["missing"]
     assert item["what"] == "cuDNN of torch's build"
     assert f"loaded: 9.14.0 at {SYSTEM}; on disk: 9.14.0 at {SYSTEM} (ldconfig); 9.19.0 at {WHEEL}" in item["why"]
-    assert item["why"].endswith("attention by it computes all the same")
+    assert item["why"].endswith("attention by it works nevertheless")
     assert item["command"] is None  # no change of LD_LIBRARY_PATH helped
     text = rendered(found)
     assert "without CUDA" not in text
@@ -347,7 +347,7 @@ def test_a_package_that_brings_another_cudnn_into_this_process_alone_is_named(tw
     found = two_cudnns(lambda code, change: "91900")
     assert found["packages"][0]["loads_cudnn"] == [SYSTEM]
     (item,) = found["missing"]
-    assert item["why"].endswith("A process that imports torch alone runs 9.19.0; here transformer-engine loaded it")
+    assert item["why"].endswith("A process that imports only torch uses 9.19.0; here transformer-engine loaded it")
     assert item["command"] is None
 
 

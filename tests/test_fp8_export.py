@@ -337,7 +337,7 @@ def test_a_weight_beyond_the_scale_of_the_last_step_is_not_clipped(runs, tmp_pat
     octavo.save(step, model)
     assert file.parent == step
     assert main(["export", str(other), "--to", str(tmp_path / "served"), "--fp8"]) == 0
-    assert "layers.0.layernorm_mlp.fc2_weight: grown beyond the delayed scale" in capsys.readouterr().err
+    assert "layers.0.layernorm_mlp.fc2_weight: grown beyond the last step's delayed scale" in capsys.readouterr().err
     tensors = load_file(tmp_path / "served" / "model.safetensors")
     name = "model.layers.0.mlp.down_proj.weight"
     assert (tensors[name].float() * tensors[f"{name}_scale"])[0, 0] == pytest.approx(9.0)

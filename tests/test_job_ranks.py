@@ -168,7 +168,7 @@ def test_what_only_tells_needs_no_host_of_rank_0(tiny_run, monkeypatch, capsys):
     assert main(["train", str(tiny_run().file), "--dry-run", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["batch"]["data_parallel"] == 2
     assert main(["train", str(tiny_run("real").file)]) == 2
-    assert "MASTER_ADDR is not set, and Slurm's node 'no-such-node-1' has no address" in capsys.readouterr().err
+    assert "MASTER_ADDR is not set, and Slurm's node 'no-such-node-1' cannot be resolved" in capsys.readouterr().err
 
 
 def test_starting_ranks_in_each_of_several_tasks_is_refused(tiny_run, monkeypatch, capsys):
@@ -176,8 +176,8 @@ def test_starting_ranks_in_each_of_several_tasks_is_refused(tiny_run, monkeypatc
         monkeypatch.setenv(name, value)
     assert main(["train", str(tiny_run().file), "--ranks", "2"]) == 2
     message = capsys.readouterr().err
-    assert "--ranks 2 starts ranks of one host, and srun has started 2 (SLURM_STEP_NUM_TASKS) already" in message
-    with pytest.raises(InputError, match="--ranks 2 starts ranks of one host"):
+    assert "--ranks 2 starts ranks on one host, but srun has started 2 (SLURM_STEP_NUM_TASKS) already" in message
+    with pytest.raises(InputError, match="--ranks 2 starts ranks on one host"):
         launch(["true"], 2, timeout=1, grace=1)
     assert main(["bench", "kernels"]) == 2
     assert "octavo bench is one process, and srun has started 2" in capsys.readouterr().err

@@ -73,9 +73,9 @@ def test_a_name_is_a_path_or_may_be_an_id_of_the_hub(tmp_path, monkeypatch):
     for name, reason in (
         ("file/x", "('file' is a file)"),
         ("file/x/y", "('file' is a file)"),
-        ("loop", "('loop' is a symbolic link to nothing, or to itself)"),
-        ("loop/x", "('loop' is a symbolic link to nothing, or to itself)"),
-        ("gone", "('gone' is a symbolic link to nothing, or to itself)"),
+        ("loop", "('loop' is a broken symbolic link)"),
+        ("loop/x", "('loop' is a broken symbolic link)"),
+        ("gone", "('gone' is a broken symbolic link)"),
         ("owner/../file/x", "('owner/../file' is a file)"),
     ):
         assert storage.names_a_path(name)
@@ -112,7 +112,7 @@ def test_a_fault_of_a_path_has_the_key_of_the_run_file():
         ("file://localhost/tmp/a", r"write the path itself, '/tmp/a'"),
         ("FILE://data/a", r"write the path itself, 'data/a'"),
         ("file://", r"write the path itself, '\.'"),
-        ("C:\\runs", r"a path of Windows: .* such as '/mnt/c/…'"),
+        ("C:\\runs", r"a Windows path: .* such as '/mnt/c/…'"),
         ("", "it is empty"),
         (" \t", "it is empty"),
         ("a\0b", "a null byte"),
@@ -129,11 +129,11 @@ def test_a_variable_that_no_shell_has_replaced_is_no_path(monkeypatch):
     monkeypatch.delenv("ELSEWHERE", raising=False)
     for text in ("$SCRATCH/run", "${SCRATCH}/run"):
         with pytest.raises(
-            InputError, match=re.escape("is a variable, which a shell replaces and Octavo does not: write '/scratch/me/run'")
+            InputError, match=re.escape("is a variable, which a shell expands and Octavo does not: write '/scratch/me/run'")
         ):
             storage.local_path(text, "train.output")
     with pytest.raises(
-        InputError, match=re.escape("$ELSEWHERE is a variable, which a shell replaces and Octavo does not: it is not set")
+        InputError, match=re.escape("$ELSEWHERE is a variable, which a shell expands and Octavo does not: it is not set")
     ):
         storage.local_path("$ELSEWHERE", "--to")
     for text in ("./$SCRATCH/run", "costs-$5/run", "$5", "a$b"):
@@ -148,8 +148,8 @@ def test_addresses_of_the_hub_are_ids_where_ids_are_taken():
         "https://hf.co/owner/name",
     ):
         assert storage.path_fault(address, hub=True) == "it is an address: write the id itself, 'owner/name'."
-        assert "file systems of this machine" in storage.path_fault(address)
-    assert "file systems of this machine" in storage.path_fault("https://example.com/owner/name", hub=True)
+        assert "only local file systems" in storage.path_fault(address)
+    assert "only local file systems" in storage.path_fault("https://example.com/owner/name", hub=True)
 
 
 def test_paths_are_paths(tmp_path, monkeypatch):
@@ -161,7 +161,7 @@ def test_paths_are_paths(tmp_path, monkeypatch):
     with pytest.raises(InputError, match="--to '~nobody-here/x' cannot be used"):
         storage.local_path("~nobody-here/x", "--to")
     for other in (None, 3, b"x", ["x"]):
-        with pytest.raises(InputError, match=r"octavo\.save: path = .* is no path\. Give one as text or a Path\."):
+        with pytest.raises(InputError, match=r"octavo\.save: path = .* is not a path\. Give a string or a Path\."):
             storage.local_path(other, "octavo.save: path")
 
 

@@ -1,4 +1,4 @@
-"""Arguments and options of commands: those shared by several or too long for `cli.py`, and the message for a mistyped one."""
+"""Arguments and options of commands: shared ones, and those too long for `cli.py`; the message for a mistyped key."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from octavo.errors import InputError, Interrupted
 from octavo.storage import local_path
 
 OF_A_CLONE = ("one-gpu", "lora", "sharded", "context", "vision", "checkpoint", "memory", "products", "attention")
-"""Suites of `benchmarks/`, which needs Octavo's repository."""
+"""Suites of `benchmarks/`, which are only in Octavo's repository."""
 
 
 class Commands(TyperGroup):
@@ -29,7 +29,7 @@ class Commands(TyperGroup):
 
 
 class Bench(TyperCommand):
-    """`octavo bench`: a suite that is not of the package is answered with the command of a clone."""
+    """`octavo bench`: for a suite outside the package, the error has the command for a clone."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read the arguments."""
@@ -43,7 +43,7 @@ class Bench(TyperCommand):
 
 
 class WithOverrides(TyperCommand):
-    """A command with overrides: a key that is written as an option is answered with the override."""
+    """A command with overrides: for a key written as an option, the error has the override."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read the arguments."""
@@ -51,7 +51,7 @@ class WithOverrides(TyperCommand):
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
-            # No public name covers the exceptions of all versions of typer; those of an unknown option have this attribute.
+            # No public exception type covers all versions of typer; those for an unknown option have this attribute.
             name = getattr(error, "option_name", None)
             if getattr(error, "possibilities", True):  # an option of the command has no value, or is near
                 raise
@@ -76,9 +76,9 @@ FuzzCases = Annotated[
 ]
 FuzzSeed = Annotated[
     int | None,
-    typer.Option("--seed", min=0, metavar="S", help="The number of the first of them, which repeats it; 0 if absent."),
+    typer.Option("--seed", min=0, metavar="S", help="Number of the first case, which reproduces it; 0 if absent."),
 ]
-FuzzResume = Annotated[bool, typer.Option("--resume", help="Go on with the cases that --output lacks, or has as different.")]
+FuzzResume = Annotated[bool, typer.Option("--resume", help="Continue with cases that --output lacks or has as different.")]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Keys to set over the run file.", show_default=False),
@@ -88,11 +88,11 @@ Ranks = Annotated[
     typer.Option("--ranks", min=1, metavar="N", help="Processes to start on this host, one a GPU; one if absent."),
 ]
 WorldSize = Annotated[
-    int | None, typer.Option("--world-size", metavar="N", help="Ranks of a planned run; those at hand if absent.")
+    int | None, typer.Option("--world-size", metavar="N", help="Ranks of a planned run; the present ones if absent.")
 ]
 GpuName = Annotated[
     str | None,
-    typer.Option("--gpu", metavar="NAME", help='GPU of a planned run, such as h200 or "h100 sxm"; the one at hand if absent.'),
+    typer.Option("--gpu", metavar="NAME", help='GPU of a planned run, such as h200 or "h100 sxm"; the present one if absent.'),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as one JSON document.")]
 
@@ -110,7 +110,7 @@ Scripts = Annotated[
     list[str], typer.Argument(metavar="SCRIPT...", help="Scripts or notebooks; they are read, not run.", show_default=False)
 ]
 NewRunFile = Annotated[
-    str | None, typer.Option("--run-file", metavar="OUT.toml", help="Write the run file for SMP's arguments in the scripts.")
+    str | None, typer.Option("--run-file", metavar="OUT.toml", help="Write a run file from SMP's arguments in the scripts.")
 ]
 
 BenchSuite = Annotated[str, typer.Argument(metavar="SUITE", help="Suite: layers or kernels.", show_default=False)]
@@ -126,12 +126,13 @@ TimedTokens = Annotated[int | None, typer.Option("--tokens", min=1, help="Tokens
 TimedHidden = Annotated[int | None, typer.Option("--hidden", min=1, help="Features of a timed layer; 2,048 if absent.")]
 Device = Annotated[str | None, typer.Option(help="Device; a GPU if there is one.")]
 Output = Annotated[
-    str | None, typer.Option(metavar="PATH", help="A .json file, or a folder for one new file a workload; here if absent.")
+    str | None,
+    typer.Option(metavar="PATH", help="A .json file, or a folder for one new file per workload; here if absent."),
 ]
 
 
 def path(text: str | None, option: str) -> Path | None:
-    """The path of an option; None where it is absent. Paths are options of text, as a Path has lost the form of an address.
+    """The path of an option; None if absent. Path options are strings, since Path would change the form of an address.
 
     Raises:
         InputError: it is an address, or empty.
@@ -140,10 +141,10 @@ def path(text: str | None, option: str) -> Path | None:
 
 
 def names(text: str | None, option: str = "") -> list[str]:
-    """Names that are separated by commas; none of them, where the option is given, is refused."""
+    """Comma-separated names; an option without any name is refused."""
     found = [name.strip() for name in (text or "").split(",") if name.strip()]
     if option and text is not None and not found:
-        raise InputError(f'{option} "{text}" names nothing: name some, separated by commas, or leave it out for all.')
+        raise InputError(f'{option} "{text}" has no names: give some, separated by commas, or leave it out for all.')
     return found
 
 
@@ -157,23 +158,23 @@ def check_fuzz(
     resume: bool = False,
     ranks: int | None = None,
 ) -> None:
-    """Raise an InputError unless `octavo verify` was given either a run file or --fuzz, and options that go together."""
+    """Raise an InputError unless `octavo verify` has either a run file or --fuzz, with compatible options."""
     if ranks is not None and ranks < 2 and not gpu:
-        raise InputError(f"--ranks {ranks}: a layout has 2 ranks or more, which are compared with fewer.")
+        raise InputError(f"--ranks {ranks}: a layout needs at least 2 ranks, to be compared with fewer.")
     if ranks is not None and ranks > MOST_CPU_RANKS and not gpu:
         raise InputError(
-            f"--ranks {ranks}: octavo verify starts {MOST_CPU_RANKS} processes at most. Give --ranks {MOST_CPU_RANKS} or less: "
-            "of shards and replicas two each verify any number."
+            f"--ranks {ranks}: octavo verify starts at most {MOST_CPU_RANKS} processes. Give --ranks {MOST_CPU_RANKS} or less: two "
+            "shards and two replicas verify any number."
         )
     if causality and (gpu or cases is not None):
-        raise InputError(f"--causality is of a run file's layout on CPUs: leave {'--gpu' if gpu else '--fuzz'} out.")
+        raise InputError(f"--causality checks a run file's layout on CPUs: leave {'--gpu' if gpu else '--fuzz'} out.")
     if cases is not None and run_file is not None:
-        raise InputError(f"--fuzz {cases} draws its runs: leave {run_file} out, or leave --fuzz out to verify it.")
+        raise InputError(f"--fuzz {cases} generates its runs: leave {run_file} out, or leave --fuzz out to verify it.")
     if cases is None and run_file is None:
-        raise InputError("no run file: give one, as in octavo verify presets/demo.toml, or --fuzz 10 for runs at random.")
+        raise InputError("no run file: give one, as in octavo verify presets/demo.toml, or --fuzz 10 for random runs.")
     if cases is None and resume:
         raise InputError("--resume continues the cases of --fuzz: give --fuzz N, or leave --resume out.")
     if cases is None and seed is not None:
         raise InputError(f"--seed {seed} is the first case of --fuzz: give --fuzz 1, or leave --seed out.")
     if cases is not None and gpu:
-        raise InputError(f"--fuzz {cases} draws runs of CPU ranks: leave --gpu out.")
+        raise InputError(f"--fuzz {cases} generates runs of CPU ranks: leave --gpu out.")

@@ -9,7 +9,7 @@
 6. load         from the model itself, from a folder of weights, from rank 0, or by initialisation
 7. gather       all-gather weights in FP8; on one rank, cache columnwise FP8 weights for backward if they fit
 
-Both call `build_model`. Only `transform` knows `octavo.state`; all below takes arguments.
+Both call `build_model`. Only `transform` reads the global `octavo.state`; everything below takes arguments.
 """
 
 from __future__ import annotations
@@ -110,22 +110,22 @@ class BuildOptions:
     """Options of a build, for `transform`, a run and SMP's scripts.
 
     Attributes:
-        dtype: of activations and of products outside FP8.
-        params_dtype: of parameters; None for a model with its original code, whose parameters keep their dtypes.
-        buffer_dtype: of buffers.
-        seed: of initial weights.
-        blocks: "own" runs a model's original code, "auto" replaces it where Octavo has blocks for it.
-        skip: patterns of layers that are excluded from FP8. excluded: names of others, each with its reason.
+        dtype: dtype of activations and of products outside FP8.
+        params_dtype: dtype of parameters; None for a model with its original code, whose parameters keep their dtypes.
+        buffer_dtype: dtype of buffers.
+        seed: seed of initial weights.
+        blocks: "own" runs a model's original code, "auto" uses Octavo's blocks where they exist for it.
+        skip: patterns of layers that are excluded from FP8. excluded: names of further ones, each with its reason.
         layers: pattern → a separate recipe, or None to exclude from FP8.
         fp8_head: as in `transform`. objective: label smoothing and z-loss of the training loss (only Octavo's decoder).
         recompute, mlp_chunks: as in `octavo.config.recompute`.
-        offload: saved activations go to host memory. horizon: blocks that are loaded ahead in backward.
+        offload: store saved activations in host memory. horizon: blocks that are loaded ahead in backward.
         moe: losses, noise and balancing of routers.
         frozen: patterns of parameters that are not trained.
         averaged: average the gradients of a model with its original code over ranks, for mean losses; False sums them.
         resize: the config may have more tokens than the weights of `load_from`.
-        lora: adapters; only these, and the modules that they name, are trained.
-        base_recipe: of the products, for frozen weights that are stored in FP8; None for no products in FP8.
+        lora: adapters; only they, and the modules in `save_whole`, are trained.
+        base_recipe: recipe of the products with frozen weights stored in FP8; None without products in FP8.
     """
 
     dtype: torch.dtype
@@ -165,7 +165,7 @@ class BuildOptions:
         if self.recompute == "mlp" or self.mlp_chunks > 1:
             key = 'recompute = "mlp"' if self.recompute == "mlp" else f"mlp_chunks = {self.mlp_chunks}"
             raise InputError(
-                f"train.{key} with lora.rank: the adapters stand between the parts of an MLP. Set train.recompute = true or "
+                f"train.{key} with lora.rank: adapters are computed between the parts of an MLP. Set train.recompute = true or "
                 '"selective", and train.mlp_chunks = 1.'
             )
 
@@ -195,39 +195,42 @@ def transform(
 
     A Hugging Face model of a known family becomes Octavo's decoder with the same weights, and timm's `VisionTransformer` gets
     Octavo's blocks. Any other module runs its original code, with its eligible `nn.Linear` layers replaced in place. All are
-    called as before. Over ranks, gradients of a decoder are summed, for the mean loss of the global batch, and those of others
-    averaged. Query, key and value become one parameter, and gate and up: optimizers that treat a parameter as one matrix, such
-    as Muon, take `octavo.matrices`, and are refused without it at their first step.
+    called as before. On several ranks, gradients of a decoder are summed, for the mean loss of the global batch, and those of
+    other models averaged. Query, key and value become one parameter, and so do gate and up: optimizers that treat a parameter
+    as one matrix, such as Muon, need `octavo.matrices`, and are refused without it at their first step.
 
     Args:
         model: with weights; or on the meta device (`octavo.delayed_init`), to be filled from `load_from`, from rank 0, or else
-            with initial values by octavo.init's `random_seed`, the same on any number of ranks.
-        recipe: the recipe of the later `fp8_autocast`. Here it only chooses the dtype in which sharded weights are gathered.
-        dtype: of activations and of products outside FP8. torch.float64, on a CPU, is for comparisons of layouts: sums do not
-            depend on their order then, and casts to FP8 are those of every layout.
-        device: of the result; when absent the model's (with several ranks: this rank's).
-        config: the Hugging Face config, when `model.config` is not it.
-        skip: patterns of module names (`fnmatch`, by Octavo's or Hugging Face's names) that are excluded from FP8.
-        layers: pattern → the layers' recipe in place of `fp8_autocast`'s, or None to exclude them from FP8. Later patterns win;
+            with initial values from octavo.init's `random_seed`, the same on any number of ranks.
+        recipe: the recipe of the later `fp8_autocast`. Here it only decides the dtype in which sharded weights are gathered.
+        dtype: dtype of activations and of products outside FP8. torch.float64, on a CPU, is for comparisons of layouts: then
+            sums do not depend on their order, and casts to FP8 are the same in every layout.
+        device: device of the result; None: the model's (on several ranks: this rank's).
+        config: the Hugging Face config, if it is not `model.config`.
+        skip: patterns of module names (`fnmatch`, Octavo's or Hugging Face's names) that are excluded from FP8.
+        layers: pattern → the layers' recipe instead of `fp8_autocast`'s, or None to exclude them from FP8. Later patterns win;
             `skip` overrides all.
-        load_from: a Hugging Face model folder with weights, of which each rank reads its rows.
-        load_state_dict_from_rank0: take the weights of rank 0's model; those of the others may be on the meta device.
-        cp_comm_type: as in `octavo.init`, or "own": the model's original code splits its sequences, by
+        load_from: a Hugging Face model folder with weights, from which each rank reads its rows.
+        load_state_dict_from_rank0: use the weights of rank 0's model; other ranks' may be on the meta device.
+        cp_comm_type: as in `octavo.init`, or "own": the model's original code splits its sequences, through
             `octavo.context_parallel`.
-        params_dtype: of parameters; unchanged when absent. float32 with a bf16 `dtype` gives master weights.
-        fp8_head: the head's products for a loss are FP8 too; "backward": those of its gradients; False: none. When absent
+        params_dtype: dtype of parameters; None: unchanged. float32 with a bf16 `dtype` gives master weights.
+        fp8_head: run the head's products for a loss in FP8 too; "backward": only those of its gradients; False: none. None:
             "backward" for Octavo's decoder, but False for a Transformer Engine `recipe` and for other models.
-        recompute: save only each block's input for backward; "selective": and attention's result; "mlp": all but one product.
+        recompute: save only each block's input for backward; "selective": also attention's result; "mlp": everything except
+            the MLP's first product.
         mlp_chunks: chunks of tokens that each MLP computes one after the other, with the temporaries of one.
         offload: store activations saved for backward in host memory, as `sm_activation_offloading` of `octavo.init` does.
         blocks: "own" runs the original code of a model that would get Octavo's blocks, with its names in checkpoints.
-        moe: losses and noise of the routers of experts, by the keys of a run file's [moe]; absent ones as in the config.
+        moe: losses and noise of the experts' routers, by the keys of a run file's [moe]; absent ones as in the config.
         lora: `octavo.LoRA`: adapters on the matrices of Octavo's decoder; all other weights are frozen. Leave it out for a
+            PEFT model, which already has adapters.
             model of PEFT's, which has adapters.
 
     Raises:
-        InputError: a pattern that matches nothing, an unknown recipe or strategy, a folder without the weights, a tensor that
-            would have no value, weights that differ between ranks, parameters of several dtypes where one is needed.
+        InputError: a pattern that matches nothing, an unknown recipe or strategy, a folder without the weights, a tensor
+            without a source for its values, weights that differ between ranks, parameters of several dtypes where one is
+            needed.
     """
     recipe, training = DelayedScaling() if recipe is None else coerce(recipe), getattr(model, "training", True)
     fp8_head = False if fp8_head is None and not recipe.native else fp8_head
@@ -236,8 +239,8 @@ def transform(
     exact = torch.float64 in (dtype, params_dtype)
     params_dtype = params_dtype or (dtype if exact else params_dtype_of(model))
     sharding = sharding_of(state, recipe, dtype=dtype, params_dtype=params_dtype, strategy=cp_comm_type)
-    begin()  # so that the other ranks can say where they are if one alone calls octavo.save
-    if sharding is not None and load_from is None:  # with a folder a rank may make a model for itself
+    begin()  # so that the other ranks can report where they are if only one calls octavo.save
+    if sharding is not None and load_from is None:  # with a folder a rank may build a model alone
         with together("octavo.transform"):
             if not load_state_dict_from_rank0:
                 check_same_weights(model, all_ranks())
@@ -264,7 +267,7 @@ def transform(
     device = torch.device(_device_of(model) if device is None else device)
     if exact and not (dtype == params_dtype and device.type in ("cpu", "meta")):
         raise InputError(
-            f"dtype = {dtype}, params_dtype = {params_dtype} on {device.type}: torch.float64 is for both, and for CPUs. "
+            f"dtype = {dtype}, params_dtype = {params_dtype} on {device.type}: set torch.float64 for both, on a CPU. "
             "Set dtype = torch.bfloat16 and params_dtype = torch.float32."
         )
     transformed = build_model(
@@ -303,17 +306,17 @@ def build_model(
     from_rank0: Ranks | None = None,
     placed: bool = True,
 ) -> nn.Module:
-    """Make a model, in the order of this module, for `transform` and for a run.
+    """Build a model, in the order at the top of this file, for `transform` and for a run.
 
     Args:
         source: a model, with weights or on the meta device; or a Hugging Face config, for a causal language model with random
             weights by the options' seed or those of `load_from`.
         options: the build options.
-        device: "meta" fills nothing, for counting parameters.
+        device: "meta" allocates nothing, for counting parameters.
         config, load_from: as in `transform`.
-        sharding: over which ranks; None keeps the model whole.
+        sharding: the ranks; None does not shard the model.
         from_rank0: all ranks; rank 0 has the weights.
-        placed: False for weights alone, for a caller that shards the model by `place`.
+        placed: False to stop before sharding, for a caller that shards the model by `place`.
     """
     options.check()
     device = torch.device(device)
@@ -328,7 +331,7 @@ def build_model(
         refuse_blocks(original)
     dtype, params_dtype = options.dtype, options.params_dtype
     if params_dtype is None and (spec is not None or vision or sharding is not None):
-        raise InputError(f"{type(original).__name__} has parameters of several dtypes: set params_dtype, to torch.float32.")
+        raise InputError(f"{type(original).__name__} has parameters of several dtypes: set params_dtype=torch.float32.")
     weights = _weights(original, config, load_from, from_rank0, replaced=vision or spec is not None, resize=options.resize)
     trains = {} if original is None else {n: p.requires_grad for n, p in original.named_parameters(remove_duplicate=False)}
     attributes = {} if original is None else attributes_of(original)
@@ -387,10 +390,10 @@ def place(
     averaged: bool,
     of_one_rank: bool = False,
 ) -> nn.Module:
-    """The steps from sharding on, for a model of the steps before; `values` is called once the model is sharded.
+    """The steps from sharding on, for a model after the earlier steps; `values` is called once the model is sharded.
 
-    of_one_rank: FSDP2 holds the parameters of tensor ranks without shards too. Its hooks and copies, useless there, take as
-    long to launch as the products.
+    of_one_rank: FSDP2 would also wrap tensor-parallel ranks without shards. Its hooks and copies, useless there, take as long
+    to launch as the products.
     """
     shards = sharding is not None and (sharding.shards or of_one_rank)
     _, parts = parts_of(model)
@@ -412,7 +415,7 @@ def place(
         refuse_own_calls(model)
         if not shards:
             refuse_wrappers(model)
-    # 7. Gather, or keep.
+    # 7. Gather in FP8, or cache.
     if sharding is not None:
         save_whole(model)
     if isinstance(model, Decoder) and model.tensor is not None:
@@ -439,7 +442,7 @@ def _adapt(model: nn.Module, options: LoRA | None) -> None:
 
 
 def _store_base(model: nn.Module, options: BuildOptions, device: torch.device) -> None:
-    """Store frozen weights in FP8; a model on meta, of whose products nothing is known yet, stays as it is."""
+    """Store frozen weights in FP8; a model that stays on meta, whose products are unknown, is unchanged."""
     if options.base_recipe is not None:
         store_in_fp8(model, options.base_recipe)
     elif device.type != "meta":
@@ -450,7 +453,7 @@ def _store_base(model: nn.Module, options: BuildOptions, device: torch.device) -
 
 @torch.no_grad()
 def _begin_adapters(model: nn.Module) -> None:
-    """Load adapters from the folder that the options name, and note the fingerprint of the frozen weights."""
+    """Load adapters from the folder that the options name, and record the fingerprint of the frozen weights."""
     if not isinstance(model, Decoder) or (found := adapted(model)) is None:
         return
     if found.options.load is not None:
@@ -458,7 +461,7 @@ def _begin_adapters(model: nn.Module) -> None:
             warn(said)
         theirs, ours = peft_settings(found.options.load).dropout, found.options.dropout
         if theirs != ours and rank_variable("RANK", 0) == 0:
-            warn(f"lora.load: the folder's adapters were trained with lora.dropout = {theirs:g}, and here it is {ours:g}.")
+            warn(f"lora.load: the folder's adapters were trained with lora.dropout = {theirs:g}, here it is {ours:g}.")
         read, named = reader(model, found.options.load), dict(named_tensors(model))
         for name, fill in read.items():
             local_shard(named[name]).load(fill)
@@ -486,14 +489,14 @@ def _tensor_group(spec: ModelSpec, sharding: Sharding | None, dtype: torch.dtype
 
 
 def _refuse_hooks(model: nn.Module, *, all_new: bool, vision: bool) -> None:
-    """Refuse hooks of parameters that are replaced: all of them, those of a vision transformer's blocks, or those on meta."""
+    """Refuse hooks of parameters that will be replaced: all, those of a vision transformer's blocks, or those on meta."""
     refuse_hooks(model, meta=not all_new)
     if vision:
         refuse_hooks(model, "blocks.")
 
 
 def _share_sequences(model: nn.Module, sharding: Sharding) -> None:
-    """Tell a model which ranks see other samples, and which share its sequences."""
+    """Set the ranks with other samples, and those that share sequences, in a model."""
     context = sharding.context
     if isinstance(model, Decoder):
         model.data_group, model.token_group = sharding.data_group, sharding.token_group or sharding.data_group
@@ -521,7 +524,7 @@ def _keep_own_code(model: nn.Module, reason: str, options: BuildOptions) -> None
 
 
 def _check_arguments(model: Any, dtype: Any, params_dtype: Any, skip: Any, layers: Any, cp_comm_type: Any, moe: Any) -> None:
-    """Refuse arguments of `transform` of the wrong kind."""
+    """Refuse arguments of `transform` with a wrong type."""
     if cp_comm_type not in (None, *STRATEGIES, "auto", "own"):
         raise unknown("cp_comm_type", str(cp_comm_type), (*STRATEGIES, "auto", "own"))
     if not isinstance(model, nn.Module):
@@ -543,7 +546,7 @@ def _replacement(
     """(spec of the decoder that replaces the model, True for new vision blocks, reason for the original code if neither)."""
     if getattr(original, "hf_quantizer", None) is not None:
         raise InputError(
-            f"the weights of this {type(original).__name__} are quantised in memory. Of a folder in FP8 give a model without"
+            f"the weights of this {type(original).__name__} are quantised in memory. For a folder in FP8, give a model without"
             " values, AutoModelForCausalLM.from_config(config) under octavo.delayed_init(), and load_from=folder. "
             f"{DEQUANTISE}"
         )
@@ -595,7 +598,7 @@ def _recompute(model: nn.Module, stack: Decoder | Blocks | None, options: BuildO
 
 
 def _values(model: nn.Module, weights: Weights | None, from_rank0: Ranks | None, options: BuildOptions) -> Values:
-    """The weights as values; without any, the initialisation of the decoder or of a model's modules."""
+    """The source of values: the weights; without any, the initialisation of the decoder or of a model's modules."""
     loader, seed = None if weights is None else WeightLoader(model, weights), options.seed
     if from_rank0 is not None:
         return FromRank0(loader if from_rank0.rank == 0 else None, from_rank0)
@@ -620,7 +623,7 @@ def _weights(
     replaced: bool,
     resize: bool,
 ) -> Weights | None:
-    """A folder of weights, or a model's tensors that fill others, of `replaced` blocks or of other ranks; else None."""
+    """Weights from a folder, or a model's tensors that fill `replaced` blocks or other ranks; else None."""
     needed = replaced or from_rank0 is not None
     if load_from is not None:
         return folder_weights(load_from, original, config, resize=resize)
@@ -635,7 +638,7 @@ def _from_config(config: Any, dtype: torch.dtype) -> nn.Module:
     try:
         with delayed_init():
             model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-    except KeyError as error:  # the name of an activation, or of a rotary scaling
+    except KeyError as error:  # an unknown activation or rotary scaling
         raise InputError(
             f"model.source: the config of {config.model_type} has the value {error}, which transformers {transformers_version} "
             "does not know. Correct it in config.json, or install a newer transformers."
@@ -644,8 +647,8 @@ def _from_config(config: Any, dtype: torch.dtype) -> nn.Module:
         if "Unrecognized configuration class" not in str(error):
             raise
         raise InputError(
-            f"model.source: {config.model_type} is no causal language model of transformers, and a run trains only those. Give "
-            "another model.source, or train it in your loop through octavo.transform."
+            f"model.source: {config.model_type} is not a causal language model of transformers, and a run trains only those. "
+            "Give another model.source, or train it in your loop through octavo.transform."
         ) from None
     keep_float32_buffers(model, dtype)
     return model

@@ -1,7 +1,8 @@
-"""The `octavo` command: one function a subcommand, each a few lines over the library.
+"""The `octavo` command: one function per subcommand, each a thin layer over the library.
 
-Subcommands import on demand: `octavo --help` and a mistyped key need no torch. Results go to stdout, as text or with `--json`
-as one JSON document; errors, and progress of a `--json` command, go to stderr. Exit codes are those of `octavo.errors`.
+Subcommands import on demand, so `octavo --help` and a mistyped key need no torch. Results go to stdout, as text or with
+`--json` as one JSON document; errors, and progress of a `--json` command, go to stderr. Exit codes are those of
+`octavo.errors`.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(app: typer.Typer, arguments: Sequence[str] | None, name: str) -> int:
-    """Run a command line, by default the process's, and print its error; returns the exit code. name: of the program."""
+    """Run a command line, by default the process's, and print its error; returns the exit code. name: the program's name."""
     try:
         app(args=list(arguments) if arguments is not None else None, prog_name=name)
     except SystemExit as end:
@@ -76,13 +77,13 @@ def run(app: typer.Typer, arguments: Sequence[str] | None, name: str) -> int:
         interrupted = isinstance(error, Interrupted) and _launcher_reports()
         _tell(str(error), error.exit_code, error, quiet=stopped_elsewhere or interrupted)
         return error.exit_code
-    except OSError as error:  # a full disk or a path that cannot be used: a traceback does not help
+    except OSError as error:  # a full disk or an unusable path: a traceback does not help
         from octavo.storage import describe_fault
 
         message, code = describe_fault(error)
         _tell(message, code, error)
         return code
-    except Exception as error:  # a bug keeps its traceback
+    except Exception as error:  # a bug: print its traceback
         from octavo.versions import broken
 
         if (sentence := broken(error)) is not None:
@@ -96,7 +97,7 @@ def run(app: typer.Typer, arguments: Sequence[str] | None, name: str) -> int:
 
 
 def _tell(message: str, code: int, error: BaseException, *, quiet: bool = False) -> None:
-    """Print an error, unless it is printed, and leave it for a launcher."""
+    """Print an error, unless that was done, and store it for a launcher."""
     if not quiet and not getattr(error, "reported", False):
         _tell_launcher(message, code)
         _print_error(message)
@@ -149,7 +150,7 @@ def train(
     config = _config(run_file, overrides)
     if dry_run:
         if None not in (ranks, world_size) and ranks != world_size:
-            raise InputError(f"--ranks {ranks} and --world-size {world_size}: give one of them.")
+            raise InputError(f"--ranks {ranks} and --world-size {world_size}: give only one of them.")
         from octavo.run.paths import check_paths
 
         _say_start(run_file, _console(stderr=True, quiet=_rank() > 0 or not _on_terminal()))
@@ -165,11 +166,11 @@ def train(
         _print_once(figures if as_json else text)
         return
     if world_size is not None or gpu is not None:
-        raise InputError("--world-size and --gpu are of a run that is planned, and this one would start: add --dry-run.")
+        raise InputError("--world-size and --gpu are for a planned run, but this one would start: add --dry-run.")
     from octavo.watchdog.stopping import StopRequest
 
     if ranks is not None and ranks > 1:
-        with StopRequest():  # until the ranks are there
+        with StopRequest():  # until the ranks have started
             code = _launch(config, ranks, run_file, overrides, as_json)
         if code is not None:
             raise typer.Exit(code)
@@ -181,7 +182,7 @@ def train(
 
 
 def _launch(config: RunConfig, ranks: int, run_file: str, overrides: list[str] | None, as_json: bool) -> int | None:
-    """Train as several processes of this host; returns their exit code, or None if nothing is left to train."""
+    """Train as several processes of this host; returns their exit code, or None if the run is finished."""
     from octavo.config.degrees import DEGREES, fit_batch, fit_degrees
     from octavo.run.finished import finished
     from octavo.run.paths import check_paths
@@ -192,14 +193,14 @@ def _launch(config: RunConfig, ranks: int, run_file: str, overrides: list[str] |
     check_paths(config)
     degrees = fit_degrees(**{key: getattr(config.parallel, key) for key in DEGREES}, world_size=ranks)
     fit_batch(config.train.global_batch, config.train.micro_batch, degrees.data)
-    # Not the user's folder, whose files might have the names of modules; but Octavo, where it is imported from there.
+    # Without the user's folder, whose files may have the names of modules, unless Octavo is imported from there.
     safe = [] if Path(__file__).parent.parent == Path.cwd() else ["-P"]
     command = [sys.executable, *safe, "-m", "octavo", "train", *(["--json"] if as_json else []), "--", run_file]
     return launch([*command, *(overrides or ())], ranks, timeout=config.launch.timeout, grace=config.launch.grace)
 
 
 def _train(run_file: str, config: RunConfig, console: Console, stop: StopRequest) -> Result:
-    """Train, or tell that nothing is left to train; all that needs no torch comes before its import, which takes seconds."""
+    """Train, or report that the run is finished; checks without torch come first, since its import takes seconds."""
     _say_start(run_file, console)
     from octavo.run.finished import finished
     from octavo.run.paths import check_paths
@@ -297,19 +298,19 @@ def verify(
         int | None, typer.Option("--ranks", metavar="N", help="Ranks of the layout: 2 of the CPU, or with --gpu all GPUs.")
     ] = None,
     gpu: Annotated[bool, typer.Option("--gpu", help="Two layers of full width on GPUs, overlapped and not.")] = False,
-    output: Annotated[str, typer.Option("--output", metavar="FILE.json", help="A file for the differences.")] = "verify.json",
+    output: Annotated[str, typer.Option("--output", metavar="FILE.json", help="File for the differences.")] = "verify.json",
     causality: Annotated[
         bool,
-        typer.Option("--causality", help="Also: no later token, other sequence or document before changes a logit's bits."),
+        typer.Option("--causality", help="Also check that no later token, other sequence or earlier document changes logits."),
     ] = False,
     fuzz: options.FuzzCases = None,
     seed: options.FuzzSeed = None,
     resume: options.FuzzResume = False,
     as_json: AsJson = False,
 ) -> None:
-    """Compare the layout of a run on CPU ranks with one rank: a small model, in float64, whose sums have no order.
+    """Compare a run's layout on CPU ranks with one rank, on a small model in float64, whose sums do not depend on order.
 
-    The exit code is 1 if something differs; the first of it is named.
+    The exit code is 1 if anything differs; the first difference is named.
     """
     refuse_ranks_of_ranks(2 if ranks is None else ranks)
     path = local_path(output, "--output")
@@ -317,7 +318,7 @@ def verify(
     config = None if run_file is None else _config(run_file, overrides)
     from octavo.storage import check_file, write_atomic
 
-    check_file(path, "--output", ".json")  # before the imports of seconds
+    check_file(path, "--output", ".json")  # before the imports, which take seconds
     from octavo.verify.certificate import verify as compared
     from octavo.verify.fuzz import fuzz as drawn
     from octavo.verify.gpu import verify_on_gpus
@@ -334,7 +335,7 @@ def verify(
         on_cpus = partial(compared, config, 2 if ranks is None else ranks, given=given, causality=causality)
         figures, text = verify_on_gpus(config, ranks, say=say) if gpu else on_cpus(say=say)
     try:
-        _print_to_reader(figures if as_json else text)  # before the file, whose disk may be full
+        _print_to_reader(figures if as_json else text)  # before the file is written, since the disk may be full
     finally:
         write_atomic(path, json.dumps(figures, indent=1) + "\n")
     if not as_json:
@@ -349,14 +350,14 @@ def export(
     to: Annotated[str, typer.Option("--to", metavar="FOLDER", help="A new folder for the weights.", show_default=False)],
     checkpoint: Annotated[str | None, typer.Option(metavar="step-N", help="A checkpoint; the newest if absent.")] = None,
     merge: Annotated[
-        bool, typer.Option("--merge", help="Of a run with adapters the whole model; else PEFT's folder of the adapters.")
+        bool, typer.Option("--merge", help="For a run with adapters, export the whole model instead of a PEFT folder.")
     ] = False,
     fp8: Annotated[
-        bool, typer.Option("--fp8", help="Matrices in FP8 with the run's scales, as compressed-tensors and vLLM read them.")
+        bool, typer.Option("--fp8", help="Export matrices in FP8 with the run's scales, for compressed-tensors and vLLM.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write a run's weights, config and tokenizer for Hugging Face; of a run with adapters these alone, for PEFT."""
+    """Write a run's weights, config and tokenizer for Hugging Face; for a run with adapters only these, for PEFT."""
     from octavo.fp8_export import export_fp8
     from octavo.run.export import export_run
     from octavo.storage import new_folder
@@ -380,11 +381,11 @@ def sample(
         str | None, typer.Option(metavar="TEXT", help='Text to continue; "-" reads it from stdin; a new text if absent.')
     ] = None,
     checkpoint: Annotated[str | None, typer.Option(metavar="step-N", help="A run's checkpoint; its newest if absent.")] = None,
-    tokens: Annotated[int | None, typer.Option(help="New tokens at most; 128 if absent, fewer where positions end.")] = None,
-    temperature: Annotated[float, typer.Option(help="0 takes the most probable token each time.")] = 0.8,
+    tokens: Annotated[int | None, typer.Option(help="Most new tokens; 128 if absent, or fewer if positions end.")] = None,
+    temperature: Annotated[float, typer.Option(help="0 for greedy decoding.")] = 0.8,
     top_p: Annotated[float, typer.Option(help="Share of the probability from which tokens are drawn.")] = 0.95,
     seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
-    chat: Annotated[bool, typer.Option("--chat", help="The prompt is a user's turn, written by the chat template.")] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="The prompt is a user's turn, formatted by the chat template.")] = False,
     messages: Annotated[
         str | None, typer.Option(metavar="FILE", help="Conversations to answer: JSON with messages, or JSON lines.")
     ] = None,
@@ -394,7 +395,7 @@ def sample(
     from octavo.run.sample import Chat, chats_of, prompt_of_stdin, samples
 
     if messages is not None and (chat or prompt is not None):
-        raise InputError("--messages has the conversation: leave out --prompt and --chat.")
+        raise InputError("--messages gives the conversation: leave out --prompt and --chat.")
     if chat and not (prompt or "").strip():
         raise InputError('--chat needs the text of a user: give --prompt "…", or a file of conversations by --messages.')
     text = prompt_of_stdin() if prompt == "-" else prompt
@@ -462,7 +463,7 @@ def bench(
 ) -> None:
     """Measure this machine: times and errors of layers in FP8, or each kernel's speed relative to a device copy.
 
-    Comparisons with other libraries are in a clone of Octavo: python -m benchmarks --help. Exit code 1: one had no figure.
+    Comparisons with other libraries are in a clone of Octavo: python -m benchmarks --help. Exit code 1: a case failed.
     """
     if found := started_by():
         raise InputError(f"octavo bench is one process, and {found}: start one task.")
@@ -497,7 +498,7 @@ def migrate(
 ) -> None:
     """Show a script's uses of SMP, Transformer Engine, FSDP1 and Accelerate, and their effect in Octavo.
 
-    The exit code is 1 if a script has something to change first, and 0 once a run file is written.
+    The exit code is 1 if a script needs a change first, and 0 once a run file is written.
     """
     from octavo.compat.migrate.report import lines, runs_unchanged, summary
     from octavo.compat.migrate.script import read
@@ -522,7 +523,7 @@ def _config(run_file: str, overrides: list[str] | None) -> RunConfig:
 
 
 def _console(*, stderr: bool = False, quiet: bool = False, on_closed: Callable[[], None] | None = None) -> Console:
-    """A console; `on_closed` is called in place of an exit when its pipe has lost its reader."""
+    """A console; if its pipe has no reader any more, `on_closed` is called instead of an exit."""
     from rich.console import Console
 
     console = Console(stderr=stderr, quiet=quiet)
@@ -538,7 +539,7 @@ def _rank() -> int:
 
 
 def _launcher_reports() -> bool:
-    """True if an interruption is reported once for all ranks: by the launcher that has started them, or by rank 0."""
+    """True if an interruption is reported once for all ranks: by their launcher, or by rank 0."""
     return TORCHRUN in os.environ or _rank() > 0
 
 
@@ -550,7 +551,7 @@ def _is_joined() -> bool:
 
 def _print_error(message: str) -> None:
     """Print an error on stderr; ranks other than 0 wait first."""
-    # All ranks find the same fault in the input: after rank 0 has printed it and exited, the launcher ends the others. A fault
+    # All ranks find the same error in the input: after rank 0 has printed it and exited, the launcher ends the others. An error
     # of one rank alone is printed by that rank.
     if rank := _rank():
         from octavo.watchdog.processes import wait_for_rank_0
@@ -579,13 +580,13 @@ def _on_terminal() -> bool:
 
 
 def _print_to_reader(result: dict[str, Any] | list[str]) -> None:
-    """Print a result; a reader that leaves early, as `head`, is no fault."""
+    """Print a result; a reader that exits early, such as `head`, is not an error."""
     try:
         _print(result)
         if sys.stdout is not None:  # a caller has closed it
             sys.stdout.flush()
     except BrokenPipeError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)  # for the rest, and for the flush at exit
+        nowhere = os.open(os.devnull, os.O_WRONLY)  # for the rest, and the flush at exit
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
 

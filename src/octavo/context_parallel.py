@@ -1,8 +1,8 @@
 """Context parallelism for any model: `attention`, `split` and `gather` over ranks that share each sequence.
 
-A sequence of T tokens is 2n chunks; of n ranks, rank r holds the chunks r and 2n−1−r. Everything but attention is computed on
-these tokens alone. Octavo's decoder does all of this by itself. One rank has the whole sequence, of any length, and exchanges
-nothing.
+A sequence of T tokens is 2n chunks; of n ranks, rank r holds the chunks r and 2n−1−r. Everything except attention is computed
+on these tokens alone. Octavo's decoder does all of this automatically. A single rank has whole sequences of any length, without
+communication.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ def attention(
     """Causal attention of this rank's queries over whole sequences, differentiable once. Collective.
 
     Args:
-        q: [B, T / n, H, D], this rank's tokens as `split` gives them, rotated by their positions in the whole sequence.
+        q: [B, T / n, H, D], this rank's tokens from `split`, rotated by their positions in the whole sequence.
         k, v: [B, T / n, G, D], G key-value heads, a divisor of H.
-        group: the ranks; None for those of `octavo.init`'s context_parallel_degree, by default each rank alone.
+        group: the ranks; None: those of `octavo.init`'s context_parallel_degree, by default each rank alone.
         position_ids: [B or 1, T], of whole sequences, the same on every rank; a position that is not the previous one plus 1
-            begins a document, and attention stays within documents. On the host it costs a GPU no wait.
+            begins a document, and attention stays within documents. On the host it causes no GPU synchronisation.
         attention_mask: [B, T], 0 for padding at either end of a sequence, to which no token attends.
         window: keys to which a query attends, its position included; None for all.
         scale: of the logits; None for D^-½.
-        cp_comm_type: "all_gather", "p2p", "a2a", or "auto" for the one of the first and last that moves fewer bytes; no matter
-            for one rank.
+        cp_comm_type: "all_gather", "p2p", "a2a", or "auto": "all_gather" or "a2a", whichever moves fewer bytes; ignored on one
+            rank.
 
     Returns:
-        [B, T / n, H, D], of this rank's tokens.
+        [B, T / n, H, D], this rank's tokens.
 
     Raises:
         InputError: there is no group, shapes or dtypes do not fit, or the exchange cannot split these heads or compute this
@@ -59,7 +59,7 @@ def attention(
     for name, whole in (("position_ids", position_ids), ("attention_mask", attention_mask)):
         if whole is not None and (whole.dim() != 2 or whole.shape[1] != tokens or whole.shape[0] not in (1, q.shape[0])):
             raise InputError(
-                f"{name} has the shape {list(whole.shape)}: give that of whole sequences, [{q.shape[0]}, {tokens}]."
+                f"{name} has the shape {list(whole.shape)}: give the shape of whole sequences, [{q.shape[0]}, {tokens}]."
             )
     if position_ids is not None and position_ids.is_floating_point():
         raise InputError(f"position_ids is {position_ids.dtype}: positions are whole numbers, torch.int64.")
@@ -70,9 +70,9 @@ def attention(
 
 
 def split(x: Tensor, group: dist.ProcessGroup | None = None, dim: int = 1) -> Tensor:
-    """This rank's tokens of `x`, which has T tokens along `dim`, a multiple of 2n; differentiable. Of one rank `x` itself.
+    """This rank's tokens of `x` [..., T, ...], with T along `dim` a multiple of 2n: [..., T / n, ...]; on one rank `x` itself.
 
-    Shift labels before: a chunk's last label is the next chunk's first token.
+    Differentiable. Shift labels before: a chunk's last label is the next chunk's first token.
 
     Raises:
         InputError: there is no group, no dimension `dim`, or another number of tokens.
@@ -81,24 +81,24 @@ def split(x: Tensor, group: dist.ProcessGroup | None = None, dim: int = 1) -> Te
 
 
 def gather(x: Tensor, group: dist.ProcessGroup | None = None, dim: int = 1) -> Tensor:
-    """The inverse of `split`, on every rank: whole sequences along `dim`. Collective. Of one rank `x` itself.
+    """The inverse of `split`, on every rank: [..., T / n, ...] → [..., T, ...] along `dim`. Collective. On one rank `x` itself.
 
     In backward each rank takes its part of the gradient, since all compute the same from the whole.
 
     Raises:
-        InputError: there is no group, no dimension `dim`, or of several ranks an odd number of tokens along it.
+        InputError: there is no group, no dimension `dim`, or, on several ranks, an odd number of tokens along it.
     """
     return _context(group).gather(x, dim)
 
 
 def _context(group: dist.ProcessGroup | None, strategy: str = "all_gather") -> ContextGroup:
-    """The ranks of `group` or of `octavo.init`, which starts no process group for one rank."""
+    """The ranks of `group` or of `octavo.init`; one rank has no process group."""
     if group is None:
         group = state.cp_process_group
-    if group is None and not state.initialised:  # of a launcher's ranks each would take its whole sequence for all
+    if group is None and not state.initialised:  # each rank of a launcher would treat its sequence as whole
         raise InputError(
-            "there is no context group: group = None stands for the ranks of octavo.init, which was not called. Call "
-            'octavo.init({"context_parallel_degree": n}) in each rank, octavo.init() for one alone, or pass a process group, '
-            "such as torch.distributed.group.WORLD after torch.distributed.init_process_group."
+            "there is no context group: group = None means the ranks of octavo.init, which was not called. Call "
+            'octavo.init({"context_parallel_degree": n}) on each rank, octavo.init() for a single rank, or pass a process '
+            "group, such as torch.distributed.group.WORLD after torch.distributed.init_process_group."
         )
     return ContextGroup(group, strategy)

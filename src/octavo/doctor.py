@@ -1,9 +1,9 @@
-"""`octavo doctor`: hardware, packages and kernels of this machine for training in FP8, and obstacles with their remedies.
+"""`octavo doctor`: this machine's hardware, packages and kernels for training in FP8, and obstacles with remedies.
 
-Everything is tested rather than assumed: packages are imported, PyTorch is asked for its attention kernel, small FP8 products
-are computed, libraries are asked for their versions. Findings are independent, and a failure becomes the finding. A change of
-the environment is a remedy only if it helped in a process that had it; without such a remedy the obstacle stands alone. Nothing
-is installed, changed or sent anywhere.
+Everything is tested rather than assumed: packages are imported, PyTorch is queried for its attention kernel, small FP8 products
+are computed, libraries report their versions. Findings are independent, and a failure becomes the finding. A change of the
+environment is suggested only if it helped in a test process; otherwise the obstacle has no remedy. Nothing is installed,
+changed or sent anywhere.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from octavo.versions import TESTED, requirement, untested
 
 @dataclass(frozen=True)
 class Package:
-    """A package that Octavo uses; `module` is imported to test it, and training needs it if it is `required`."""
+    """A package that Octavo uses; `module` is imported to test it; training needs it if `required`."""
 
     name: str
     module: str
@@ -87,7 +87,7 @@ SEES_GPU = "import torch; print(torch.cuda.is_available())"
 
 
 def examine() -> dict[str, Any]:
-    """All findings as plain JSON; the finding of a failure is {"error": text}."""
+    """All findings as plain JSON; a failure is {"error": text}."""
     found: dict[str, Any] = {"octavo": __version__, "system": _attempt(_system)}
     found["packages"] = [_package(package) for package in PACKAGES]
     finders: dict[str, Callable[[], Any]] = {
@@ -137,12 +137,12 @@ def _package(package: Package) -> dict[str, Any]:
 
 
 def _torch() -> dict[str, Any]:
-    """Versions of CUDA, cuDNN and NCCL; `sees_gpu`: a GPU is available to torch, else `gpu_error` is the reason it gives."""
+    """Versions of CUDA, cuDNN and NCCL; `sees_gpu`: torch sees a GPU; otherwise `gpu_error` is torch's reason."""
     import torch
 
     sees = torch.cuda.is_available()
     nccl = _attempt(lambda: ".".join(map(str, torch.cuda.nccl.version()))) if sees else None
-    # It raises, once in a process, for a cuDNN older than that of its build: nothing about CUDA, nor about what computes.
+    # It raises, once per process, for a cuDNN older than its build's, which says nothing about CUDA or about results.
     cudnn = next((found for _ in range(2) if isinstance(found := _attempt(torch.backends.cudnn.version), int)), None)
     error = None if sees or torch.version.cuda is None else _attempt(torch.cuda.init)
     return {
@@ -156,7 +156,7 @@ def _torch() -> dict[str, Any]:
 
 
 def _cuda() -> dict[str, Any]:
-    """CUDA of the driver and of torch's build; `least_driver`: the oldest that runs that build; `enough`: this one does."""
+    """CUDA of the driver and of torch's build; least_driver: the oldest driver for that build; enough: this driver suffices."""
     import torch
 
     driver, build = _attempt(libraries.driver_cuda), torch.version.cuda
@@ -176,9 +176,9 @@ def _cuda() -> dict[str, Any]:
 def _cudnn() -> dict[str, Any]:
     """cuDNN of torch's build, of this process, and on disk.
 
-    refused: the reason, if PyTorch's check of versions refuses this process's; loaded, on_disk: path, version, and what leads
-    to it; computes: "ok", or the error of attention by it on the GPU, None without one; alone: the version in a process that
-    imports torch alone, None if it is refused there.
+    refused: the reason, if PyTorch's version check refuses this process's; loaded, on_disk: path, version, and origin;
+    computes: "ok", or the error of cuDNN's attention on the GPU, None without one; alone: the version in a process that imports
+    only torch, None if it is refused there.
     """
     import torch
 
@@ -186,7 +186,7 @@ def _cudnn() -> dict[str, Any]:
     alone = None if build is None else libraries.trial(CUDNN_WORKS, {})
     versions: list[tuple[int, ...]] = [(), ()] if build is None else [build.getCompileVersion(), build.getRuntimeVersion()]
     compiled, runtime = versions
-    # PyTorch's rule, which `torch.backends.cudnn.version` applies once in a process.
+    # PyTorch's rule, which `torch.backends.cudnn.version` applies once per process.
     refused = build is not None and (runtime[0] != compiled[0] or runtime[1] < compiled[1])
     return {
         "compiled": _dotted(compiled) or None,
@@ -209,7 +209,7 @@ def _dotted(version: Iterable[int]) -> str:
 
 
 def _cudnn_computes() -> str:
-    """ "ok" if attention by cuDNN equals the plain one; else an error."""
+    """ "ok" if cuDNN's attention equals plain attention; else an error."""
     import torch
     import torch.nn.functional as F
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -291,7 +291,7 @@ def _products() -> dict[str, Any]:
     import torch
 
     if not torch.cuda.is_available():
-        return {"bf16": "CPU", "fp8": "emulated: FP8 values are exact in bf16, and bf16 products take them"}
+        return {"bf16": "CPU", "fp8": "emulated: FP8 values are exact in bf16, and multiplied as bf16"}
     if not supports_fp8():
         return {"bf16": "cuBLAS", "fp8": "emulated with fp8.emulate = true"}
     a, b = (torch.randn(128, 128, device="cuda").to(torch.float8_e4m3fn) for _ in range(2))
@@ -308,14 +308,14 @@ def _products() -> dict[str, Any]:
 
 
 def _missing(found: dict[str, Any]) -> list[dict[str, str | None]]:
-    """Obstacles to training, or to training at full speed: each with its reason, and its remedy if one is known to help."""
+    """Obstacles to training, or to training at full speed: each with its reason, and a remedy if one is known."""
     missing: list[dict[str, str | None]] = []
     for package in found["packages"]:
         if package["status"] == "missing" and package["required"]:
             why = f"missing; needed for {package['purpose']}"
             missing.append({"what": package["name"], "why": why, "command": package["install"]})
         elif package["status"] == "broken":
-            why = f"it is installed and cannot be imported: {package['error']}; it is for {package['purpose']}"
+            why = f"it is installed but cannot be imported: {package['error']}; it is for {package['purpose']}"
             missing.append({"what": package["name"], "why": why, "command": _import_remedy(package["module"])})
         elif package["name"] in TESTED and (sentence := untested(package["name"])):
             missing.append({"what": package["name"], "why": sentence, "command": package["install"]})
@@ -330,7 +330,7 @@ def _missing(found: dict[str, Any]) -> list[dict[str, str | None]]:
     if isinstance(gpus, list) and slow and any(gpu["capability"] >= [9, 0] for gpu in gpus):
         why = f"attention falls to {' and '.join(slow)}; on this GPU cuDNN's kernel is faster"
         if "cuDNN" not in found["attention"]["allowed"]:
-            why += ", and PyTorch is told not to take it (torch.backends.cuda.enable_cudnn_sdp)"
+            why += ", and PyTorch is set not to use it (torch.backends.cuda.enable_cudnn_sdp)"
         elif isinstance(found["cudnn"].get("computes"), dict):
             why += f", and fails here: {found['cudnn']['computes']['error']}"
         missing.append({"what": "cuDNN attention", "why": why, "command": None})
@@ -338,12 +338,12 @@ def _missing(found: dict[str, Any]) -> list[dict[str, str | None]]:
 
 
 def _no_gpu(found: dict[str, Any]) -> dict[str, str | None] | None:
-    """The obstacle of a driver whose GPUs torch does not see; None without one, and for a torch that cannot be imported."""
+    """The obstacle if torch does not see the driver's GPUs; None without a driver, or if torch cannot be imported."""
     torch_found, cuda = found["torch"], found["cuda"]
     driver = found["system"].get("driver") or (cuda.get("driver") and f"of CUDA {cuda['driver']}")
     if not driver or torch_found.get("sees_gpu") is not False or "error" in cuda:
         return None
-    there = f"there is an NVIDIA driver ({driver}), and torch sees no GPU"
+    there = f"there is an NVIDIA driver ({driver}), but torch sees no GPU"
     if torch_found["cuda"] is None:
         built = f"for ROCm {torch_found['rocm']}" if torch_found["rocm"] else "without CUDA"
         new = cuda["driver"] is None or libraries.runs(cuda["driver"], "13.0")
@@ -353,11 +353,11 @@ def _no_gpu(found: dict[str, Any]) -> dict[str, str | None] | None:
         return {"what": "torch with CUDA", "why": f"{there}: torch is built {built}", "command": command}
     if cuda["enough"] is False:
         needs = f"a driver of {cuda['least_driver']} or newer" if cuda["least_driver"] else "a newer driver"
-        why = f"{there}: the driver runs programs of CUDA {cuda['driver']} at most, and torch is built for CUDA {cuda['torch']}"
+        why = f"{there}: the driver supports CUDA up to {cuda['driver']}, but torch is built for CUDA {cuda['torch']}"
         return {"what": needs, "why": why, "command": f"install {needs}, or a torch that is built for CUDA {cuda['driver']}"}
     if libraries.trial(SEES_GPU, {}) == "True":
-        why = f"{there} in this process, which has imported all packages above; one that imports torch alone sees it"
-        return {"what": "a package that leaves torch its GPU", "why": why, "command": None}
+        why = f"{there} in this process, which has imported all packages above; one that imports only torch sees it"
+        return {"what": "a package that hides torch's GPU", "why": why, "command": None}
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and libraries.trial(SEES_GPU, {"CUDA_VISIBLE_DEVICES": None}) == "True":
         why = f"{there}: CUDA_VISIBLE_DEVICES={visible} hides it; without that a process sees it"
@@ -368,22 +368,22 @@ def _no_gpu(found: dict[str, Any]) -> dict[str, str | None] | None:
 
 
 def _old_cudnn(found: dict[str, Any]) -> dict[str, str | None] | None:
-    """The obstacle of a cuDNN that PyTorch refuses, with a change of LD_LIBRARY_PATH if that helps; None without one."""
+    """The obstacle if PyTorch refuses cuDNN, with a change of LD_LIBRARY_PATH if that helps; else None."""
     cudnn = found["cudnn"]
     if not cudnn.get("refused"):
         return None
     places = "; ".join(f"{one['version'] or 'unknown'} at {one['path']}" for one in cudnn["loaded"]) or "none"
     others = "; ".join(f"{one['version'] or 'unknown'} at {one['path']} ({one['by']})" for one in cudnn["on_disk"]) or "none"
-    computes = {None: "it is not tried without a GPU", "ok": "attention by it computes all the same"}
+    computes = {None: "it is not tested without a GPU", "ok": "attention by it works nevertheless"}
     works = computes.get(cudnn["computes"]) if not isinstance(cudnn["computes"], dict) else None
     why = (
-        f"torch is built for cuDNN {cudnn['compiled']} and finds {cudnn['runtime']}, which is older; loaded: {places}; "
+        f"torch is built for cuDNN {cudnn['compiled']} but finds {cudnn['runtime']}, which is older; loaded: {places}; "
         f"on disk: {others}; {works or 'attention by it fails: ' + _words(cudnn['computes'])}"
     )
     if cudnn["alone"]:
         old = {one["path"] for one in cudnn["loaded"] if one["version"] == cudnn["runtime"]}
         bringing = [package["name"] for package in found["packages"] if old & set(package.get("loads_cudnn", ()))]
-        why += f". A process that imports torch alone runs {cudnn['alone']}"
+        why += f". A process that imports only torch uses {cudnn['alone']}"
         if bringing:
             why += f"; here {' and '.join(bringing)} loaded it"
         return {"what": "one cuDNN", "why": why, "command": None}
@@ -391,7 +391,7 @@ def _old_cudnn(found: dict[str, Any]) -> dict[str, str | None] | None:
 
 
 def _cudnn_remedy(cudnn: dict[str, Any]) -> str | None:
-    """A change of LD_LIBRARY_PATH with which a process runs a cuDNN that PyTorch accepts; None if none does."""
+    """A change of LD_LIBRARY_PATH that gives a process a cuDNN accepted by PyTorch; None if none does."""
     path = cudnn["LD_LIBRARY_PATH"]
     folders = [one["path"].rpartition("/")[0] for one in cudnn["on_disk"] if one["by"] != "LD_LIBRARY_PATH"]
     changes: list[tuple[str | None, str]] = [(None, "unset LD_LIBRARY_PATH")] if path else []
@@ -405,7 +405,7 @@ def _cudnn_remedy(cudnn: dict[str, Any]) -> str | None:
 
 
 def _import_remedy(module: str) -> str | None:
-    """The removal of LD_LIBRARY_PATH if a process without it imports the module; None if it does not."""
+    """The command to unset LD_LIBRARY_PATH, if a process without it imports the module; else None."""
     if not os.environ.get("LD_LIBRARY_PATH"):
         return None
     works = libraries.trial(f"import {module}; print('imported')", {"LD_LIBRARY_PATH": None})
@@ -413,7 +413,7 @@ def _import_remedy(module: str) -> str | None:
 
 
 def _old_gpu(gpu: dict[str, Any]) -> dict[str, str | None] | None:
-    """The obstacle of a GPU that is too old for Octavo's kernels; None for another."""
+    """The obstacle if a GPU is too old for Octavo's kernels; else None."""
     if gpu["capability"] >= list(LEAST_CAPABILITY):
         return None
     capability, least = (".".join(map(str, one)) for one in (gpu["capability"], LEAST_CAPABILITY))
@@ -436,7 +436,7 @@ def render(found: dict[str, Any], console: Console) -> None:
     if not found["missing"]:
         console.print("Nothing is missing.")
     for item in found["missing"]:
-        remedy = item["command"] or "no remedy is known that helps here"
+        remedy = item["command"] or "no remedy is known to help here"
         console.print(f"[bold]{escape(item['what'])}[/bold]: {escape(item['why'])}\n    {escape(remedy)}")
 
 

@@ -1,4 +1,4 @@
-"""Dtypes by name: as run files write them, as the field abbreviates them, and as PyTorch has them.
+"""Dtypes by name: names in run files, usual abbreviations, and PyTorch's dtypes.
 
 Sections of a run file hold names, since they import no torch; `torch_dtype` maps a name where a model is built.
 """

@@ -37,7 +37,7 @@ class RunStopped(OctavoError):
 
 
 class Interrupted(OctavoError):
-    """Ctrl-C outside of a training, which it would stop and save."""
+    """Ctrl-C outside a training; a training would stop and save."""
 
     exit_code = EXIT_INTERRUPTED
 
@@ -46,7 +46,7 @@ class Interrupted(OctavoError):
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known name closest to `word`; None if none is close enough to be a typing error."""
+    """The known name closest to `word`; None if none is close enough to be a typo."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return close[0] if close else None
 
@@ -73,13 +73,13 @@ def install_extra(name: str) -> str:
 
 
 def warn(message: str) -> None:
-    """Write a line for the user to stderr, which is None where a caller has closed it."""
+    """Write a line for the user to stderr, which may be None if a caller has closed it."""
     if sys.stderr is not None:
         sys.stderr.write(f"octavo: {message}\n")
 
 
 def some(names: Iterable[str], shown: int = 4) -> str:
-    """The first names, and the number of the others."""
+    """The first names, and the number of remaining ones."""
     first = list(names)
     return ", ".join(first[:shown]) + (f" and {len(first) - shown} more" if len(first) > shown else "")
 
@@ -87,7 +87,7 @@ def some(names: Iterable[str], shown: int = 4) -> str:
 def first_line(error: BaseException) -> str:
     """The type of an exception and the first line of its message, without the full stop.
 
-    If the line ends in a colon, the next belongs to it.
+    If the line ends with a colon, the next line is added.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
     line = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
@@ -96,9 +96,9 @@ def first_line(error: BaseException) -> str:
 
 @contextmanager
 def recorded(row: dict[str, str], name: str, say: Callable[[str], None], *, key: str = "error") -> Iterator[None]:
-    """A context for one measurement of many, which must not cost the others their figures: its exception ends there.
+    """A context for one of many measurements: an exception ends only this one.
 
-    Its first line is then in the row, under `key`, and in a message with the name.
+    The exception's first line is stored in the row under `key`, and printed in a message with the name.
     """
     try:
         yield
@@ -115,9 +115,9 @@ def unreachable(key: str, name: str, what: str, otherwise: str, *, hint: str = "
     """An InputError for an id of the Hugging Face Hub out of reach; `what`: "model", "tokenizer" or "data set"."""
     option = "--repo-type dataset " if what == "data set" else ""
     return InputError(
-        f"{key} = {name!r} is no path here, and the Hugging Face Hub cannot be reached for a {what} of this name; the local "
-        f"cache has none.{hint} Run `hf download {option}{name}` where there is a network, and give that folder as {key}; "
-        f"or use {otherwise}."
+        f"{key} = {name!r} is not a local path, and the Hugging Face Hub cannot be reached for a {what} of this name; the "
+        f"local cache has none.{hint} Run `hf download {option}{name}` on a machine with a network, and set {key} to "
+        f"that folder; or use {otherwise}."
     )
 
 

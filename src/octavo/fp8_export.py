@@ -1,13 +1,13 @@
 """Exports a run in FP8 for serving, in compressed-tensors' layout, which transformers and vLLM read.
 
-A matrix that ran in FP8 is written as E4M3 bytes and scales as the run's recipe shares them. A matrix that Octavo holds joined
-(query/key/value, gate/up) has one scale a tensor in all of its parts: vLLM joins the parts too, and would cast those of other
-scales a second time. All else is in the dtype in which the run computes: head, embedding, routers, norms, and layers that
-stayed out of FP8. One file is in memory at a time.
+A matrix that ran in FP8 is written as E4M3 bytes, with scales in the granularity of the run's recipe. A matrix that Octavo
+fuses (query/key/value, gate/up) has one scale for all of its parts: vLLM fuses them too, and would recast parts with different
+scales. Everything else has the run's compute dtype: head, embedding, routers, norms, and layers outside FP8. One file is in
+memory at a time.
 
-Matrices of experts are written one by one under their published names, as vLLM and transformers read them: gate and up of an
-expert share a scale. The input of experts is cast with its amax: vLLM has one static scale for all experts of a layer, where
-the run has one each.
+Matrices of experts are written one by one under their published names, for vLLM and transformers: gate and up of an expert
+share a scale. Inputs of experts are cast by their amax: vLLM has one static scale for all experts of a layer, but the run has
+one for each.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from octavo.stored_names import record_name
 
 _E4M3 = torch.float8_e4m3fn
 _HALF_STEP = 16.0
-"""Of E4M3 around 448: a value that is clipped by less is off by no more than a rounding."""
+"""Half a step of E4M3 around 448: a value clipped by less has no more than a rounding error."""
 _FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True}
 
 
@@ -58,10 +58,10 @@ class _Matrix:
     """A parameter that ran in FP8.
 
     Attributes:
-        recipe: of its layer.
-        weight_scale: the run's delayed scale; None where each tensor has a separate one.
-        input_scale: that of the layer's input, as scale of a cast.
-        experts: matrices in a stack, of which each has a scale; None for one matrix.
+        recipe: its layer's recipe.
+        weight_scale: the run's delayed scale; None if scales are computed from the values.
+        input_scale: scale of the cast of the layer's input.
+        experts: number of matrices in a stack, with a scale each; None for one matrix.
     """
 
     recipe: Recipe
@@ -81,21 +81,21 @@ class _Matrix:
             case _:
                 weights = {"strategy": "tensor"}
                 fixed = self.input_scale is not None
-                # Of experts vLLM takes one scale a tensor with one a tensor alone.
+                # For experts vLLM supports one scale a tensor of weights only with the same for inputs.
                 inputs = {"strategy": "tensor" if fixed or self.experts else "token", "dynamic": not fixed}
         return {"weights": {**_FLOAT8, "dynamic": False, **weights}, "input_activations": {**_FLOAT8, **inputs}}
 
 
 @dataclass
 class _Encoder:
-    """Gives the tensors of a file for each parameter."""
+    """Returns the tensors of a file for each parameter."""
 
     matrices: Mapping[str, _Matrix]
     dtype: torch.dtype
     beyond: list[str] = field(default_factory=list)
 
     def __call__(self, name: str, weight: Tensor, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Bytes and scales of a matrix in FP8; else the parts in the dtype of the folder."""
+        """Bytes and scales of a matrix in FP8; other parts in the folder's dtype."""
         matrix = self.matrices.get(name)
         if matrix is None:
             return {theirs: part.to(self.dtype) if part.is_floating_point() else part for theirs, part in parts.items()}
@@ -121,15 +121,15 @@ class _Encoder:
         return found
 
     def say(self) -> None:
-        """Warn of weights that were written with separate scales."""
+        """Warn about weights that were written with scales other than the run's."""
         if self.beyond:
             warn(
-                f"{some(list(dict.fromkeys(self.beyond)))}: grown beyond the delayed scale of the last step, which clips in "
-                "the run's evaluation: written with the scale of the weight's amax."
+                f"{some(list(dict.fromkeys(self.beyond)))}: grown beyond the last step's delayed scale, which clips them in "
+                "the run's evaluation: exported with a scale from the weight's amax."
             )
 
     def _scales(self, name: str, weight: Tensor, matrix: _Matrix) -> list[Tensor]:
-        """The run's scale of each matrix; of one that has grown beyond it since, that of its amax."""
+        """The run's scale of each matrix; for one that has outgrown it, the scale of its amax."""
         how, recorded = matrix.recipe.casts[Operand.WEIGHT], matrix.weight_scale
         stack = weight.unflatten(0, (matrix.experts or 1, -1))
         of_each = [None] * len(stack) if recorded is None else list(recorded.reshape(-1))
@@ -161,23 +161,24 @@ class _Encoder:
 
 
 def _expert(theirs: str) -> int:
-    """The number of the expert of a published matrix."""
+    """The expert's number in the name of a published matrix."""
     found = re.search(r"\.experts\.(\d+)\.", theirs)
     assert found is not None, theirs
     return int(found[1])
 
 
 def export_fp8(run: Path, to: Path, checkpoint: str | None = None, *, merge: bool = False) -> Path:
-    """Write a checkpoint of `run` (`step-N`, or the newest whole one) in FP8 to the folder `to`; returns the checkpoint.
+    """Write a checkpoint of `run` (`step-N`, or the newest complete one) in FP8 to the folder `to`; returns the checkpoint.
 
-    Scales of activations are static where the run has delayed scales, which belong to its last steps; else dynamic, one a
-    token, or one for each 128 columns of it after block scaling. merge: of a run with adapters, merged in float32 and cast
-    once.
+    Scales of activations are static if the run has delayed scales, which are those of its last steps; otherwise dynamic, one a
+    token, or after block scaling one for each 128 columns of a token. merge: for a run with adapters; they are merged in
+    float32 and cast once.
 
     Raises:
-        InputError: as `export_run`; a run without products in FP8, with adapters and without `merge`, whose model runs its
-            original code; experts of which one matrix of two is in FP8; or matrices whose blocks vLLM could not read.
-        OctavoError: no checkpoint is whole.
+        InputError: as in `export_run`; a run without products in FP8, with adapters but without `merge`, or with a model that
+            runs its original code; experts with one of their two matrices in FP8; or matrices with blocks that vLLM cannot
+            read.
+        OctavoError: no checkpoint is complete.
     """
     config = run_config(run)
     check_target(run, to)
@@ -185,8 +186,8 @@ def export_fp8(run: Path, to: Path, checkpoint: str | None = None, *, merge: boo
         raise InputError(
             f"--merge: {run} has no adapters (lora.rank). Leave --merge out."
             if merge
-            else f"--fp8: {run} has adapters (lora.rank), which are not served in FP8 alone: give --merge too, for the whole "
-            "model with them; without --fp8 they are written for PEFT."
+            else f"--fp8: {run} has adapters (lora.rank), which cannot be served in FP8 alone: give --merge too, for the "
+            "whole model with them; without --fp8 they are exported for PEFT."
         )
     found = open_run(run, config, checkpoint, exact=True)
     model, recipe = _model(run, config, found)
@@ -201,19 +202,19 @@ def export_fp8(run: Path, to: Path, checkpoint: str | None = None, *, merge: boo
 def export(model_or_path: nn.Module | str | Path, folder: str | Path, *, fp8: bool = False) -> None:
     """Write a model, or the newest whole checkpoint of a run, for `AutoModelForCausalLM.from_pretrained`.
 
-    Of timm's vision transformer with Octavo's blocks the weights are written under timm's names, for `load_state_dict`.
+    For timm's vision transformer with Octavo's blocks, weights have timm's names, for `load_state_dict`.
     All ranks call it and rank 0 writes; the parameters of a sharded model are gathered one by one.
 
     Args:
         model_or_path: a transformed model, or the folder of a run, whose tokenizer is copied too.
         folder: a new or empty folder.
-        fp8: matrices that ran in FP8 in compressed-tensors' layout, as `octavo export --fp8` writes those of a run: by the
+        fp8: write matrices that ran in FP8 in compressed-tensors' layout, as `octavo export --fp8` does for a run, by the
             recipe and the scales of the last forwards under `octavo.fp8_autocast`.
 
     Raises:
-        InputError: the path is no run, the folder is not empty or cannot be written, the model is not transformers', or some
-            rank does not call this; with `fp8` a model that never ran in FP8, has adapters or runs its original code.
-        OctavoError: no checkpoint of the run is whole, or the disk is full; no folder is left.
+        InputError: the path is not a run, the folder is not empty or cannot be written, the model is not transformers', or some
+            rank does not call this; with `fp8`, a model that never ran in FP8, has adapters or runs its original code.
+        OctavoError: no checkpoint of the run is complete, or the disk is full; no folder is left.
     """
     if not fp8:
         export_weights(model_or_path, folder)
@@ -232,12 +233,12 @@ def _export_model(model: nn.Module, to: Path, ranks: Ranks) -> None:
     """Write a model in memory in FP8. Collective."""
     if not isinstance(model, Decoder):
         raise InputError(
-            f"octavo.export(fp8=True): {type(model).__name__} is not Octavo's decoder, of which FP8 folders are written. Leave "
+            f"octavo.export(fp8=True): {type(model).__name__} is not Octavo's decoder, and only that is exported in FP8. Leave "
             "fp8 out."
         )
     if adapted(model) is not None:
         raise InputError(
-            "octavo.export(fp8=True): the model has adapters (lora), which are not served in FP8 alone. octavo.export(model, "
+            "octavo.export(fp8=True): the model has adapters (lora), which cannot be served in FP8 alone. octavo.export(model, "
             "folder) writes them for PEFT; octavo export RUN --merge --fp8 writes a run's whole model with them."
         )
     check_decoder(model)
@@ -260,7 +261,7 @@ def _export_model(model: nn.Module, to: Path, ranks: Ranks) -> None:
 
 
 def _model(run: Path, config: RunConfig, found: OpenRun) -> tuple[Decoder, Recipe]:
-    """(The run's model without values, with the layers that are in FP8 at the checkpoint; the recipe of its products).
+    """(the run's model without values, with the layers in FP8 at the checkpoint; the recipe of its products).
 
     Raises:
         InputError: nothing ran in FP8, or the model runs its original code.
@@ -268,8 +269,8 @@ def _model(run: Path, config: RunConfig, found: OpenRun) -> tuple[Decoder, Recip
     recipe = recipe_of(found.checkpoint)
     if recipe is None or config.fp8.enabled is False:
         raise InputError(
-            f"--fp8: no product of {run} ran in FP8, so it has no scales, and served in FP8 it would compute otherwise than "
-            "it was trained. Export without --fp8; or train some steps with fp8.enabled = true."
+            f"--fp8: no product of {run} ran in FP8, so it has no scales, and in FP8 it would compute something else than "
+            "in training. Export without --fp8; or train some steps with fp8.enabled = true."
         )
     options = build_options(config, blocks="auto")
     choices = RunFolder(run).choices
@@ -278,8 +279,8 @@ def _model(run: Path, config: RunConfig, found: OpenRun) -> tuple[Decoder, Recip
     model = build_model(found.config, options, device="meta")
     if not isinstance(model, Decoder) or config.model.blocks == "own":
         raise InputError(
-            f"--fp8: {type(model).__name__} runs its original code (octavo.describe(model) says why), and FP8 folders are "
-            "written of Octavo's decoder. Export without --fp8."
+            f"--fp8: {type(model).__name__} runs its original code (octavo.describe(model) says why), and only Octavo's "
+            "decoder is exported in FP8. Export without --fp8."
         )
     if config.fp8.schedule:
         if config.train.steps is None:
@@ -295,10 +296,10 @@ def _matrices(
 ) -> dict[str, _Matrix]:
     """Parameters in FP8 by their stored names.
 
-    scales: delayed ones that have begun, by `<module>.<operand>`, of the source. merged: those of weights are of the base.
+    scales: delayed scales that have begun, by the source's `<module>.<operand>`. merged: weights' scales are the base's.
 
     Raises:
-        InputError: block scaling of matrices that are not of whole blocks, which vLLM refuses.
+        InputError: block scaling of matrices with incomplete blocks, which vLLM refuses.
     """
     stored = stored_names(model)
     names = {id(parameter): stored.get(name, name) for name, parameter in model.named_parameters()}
@@ -321,7 +322,7 @@ def _matrices(
                 gate_and_up = state.experts is not None and model.spec.gated and name.endswith("fc1_weight")
                 if rows % (BLOCK * (1 + gate_and_up)) or columns % BLOCK:
                     raise InputError(
-                        f"--fp8: {theirs} is {list(part.shape)}, and readers of block scales take multiples of {BLOCK} alone. "
+                        f"--fp8: {theirs} is {list(part.shape)}, and readers of block scales need multiples of {BLOCK}. "
                         'Export without --fp8, or train with fp8.recipe = "rowwise" (fp8.layers for single layers).'
                     )
     for name, matrix in found.items():
@@ -329,7 +330,7 @@ def _matrices(
             _check_experts(name, found)
             if matrix.recipe.casts[Operand.WEIGHT].granularity is Granularity.BLOCK_128X128:
                 raise InputError(
-                    f"--fp8: {name} has a scale for each block of 128 x 128, which transformers does not load of experts. "
+                    f"--fp8: {name} has a scale for each block of 128 x 128, which transformers does not load for experts. "
                     'Export without --fp8, or train with fp8.recipe = "rowwise" (fp8.layers for experts alone).'
                 )
     if not found:
@@ -338,7 +339,7 @@ def _matrices(
 
 
 def _check_experts(name: str, found: Mapping[str, _Matrix]) -> None:
-    """Raise an InputError for experts whose two matrices are not of one scheme: readers have one for both."""
+    """Raise an InputError for experts whose two matrices have different schemes: readers support one for both."""
     layer, _, leaf = name.rpartition(".")
     other = f"{layer}.{'fc2_weight' if leaf == 'fc1_weight' else 'fc1_weight'}"
     if other not in found or found[other].scheme != found[name].scheme:
@@ -358,7 +359,7 @@ def _quantization(model: Decoder, matrices: Mapping[str, _Matrix]) -> dict[str, 
     left_out: dict[str, None] = {}
     routers = [name.removesuffix(".weight") for name, _ in plain.named_parameters() if name.endswith(".mlp.gate.weight")]
     for name in (*linear, *routers):
-        if name not in in_fp8:  # under both of its names
+        if name not in in_fp8:  # under both names
             weight = {f"{name}.weight": torch.empty(1, device="meta")}
             left_out |= dict.fromkeys((name, *(theirs.removesuffix(".weight") for theirs in published(plain, weight))))
     for name, _ in plain.named_parameters():
@@ -376,7 +377,7 @@ def _quantization(model: Decoder, matrices: Mapping[str, _Matrix]) -> dict[str, 
             groups.append((scheme, [name]))
     only = len(groups) == 1
     for _, targets in groups:
-        if stacked and not of_experts.isdisjoint(targets):  # by the class of each expert's matrices, and by their names
+        if stacked and not of_experts.isdisjoint(targets):  # matched by the class of expert matrices, and by their names
             targets[:] = ["Linear", r"re:.*\.experts\..*", *(one for one in targets if one not in of_experts)]
     return {
         "config_groups": {

@@ -1,8 +1,8 @@
 """Parameter groups for an optimizer: weight decay and rates. `octavo train` and users' loops use this rule.
 
-Matrices decay, embeddings and stacked experts' matrices among them; norms, biases and other vectors do not. The rule reads
-dimensions, classes of norms and parameter names, so that it holds for models of any library. Rules by names, as in
-transformers' Trainer, agree with it on Octavo's decoder, whose parameters are named for that (`octavo.nn.plain_names`).
+Matrices decay, including embeddings and stacked experts; norms, biases and other vectors do not. The rule reads dimensions,
+classes of norms and parameter names, so it holds for models of any library. Rules by names, as in transformers' Trainer, agree
+with it on Octavo's decoder, whose parameters are named for that (`octavo.nn.plain_names`).
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ def parameter_groups(
 
         optimizer = torch.optim.AdamW(octavo.parameter_groups(model, 0.1), lr=3e-4)
 
-    Each trained parameter is in one group, a shared one once; frozen ones are in none. A group without parameters is left out.
+    Each trained parameter is in one group, a shared one once; frozen ones are in none. Empty groups are dropped.
 
     Args:
-        model: of `octavo.transform`, with `octavo.nn` layers, of PEFT or any other; sharded by Octavo or FSDP2 or not.
-        weight_decay: of matrices, from 0; other parameters have 0.
-        lr: the rate by which `rates` and `layer_decay` are multiplied; required with them. Groups then have separate rates,
-            which PyTorch's schedulers multiply.
-        rates: pattern (`fnmatch`) of names of parameters, or of modules around them, Octavo's or the source's → factor of the
-            rate; the last one that matches counts, 1 without.
-        layer_decay: d, from above 0 to 1. The rate of the last of L blocks is multiplied by d, that of the first by d^L, and
-            that of embeddings, also tied ones, by d^(L + 1); a final norm and a head have the whole rate.
+        model: from `octavo.transform`, with `octavo.nn` layers, from PEFT or any other; sharded by Octavo or FSDP2 or not.
+        weight_decay: decay of matrices, from 0; other parameters have 0.
+        lr: the rate that `rates` and `layer_decay` multiply; required with them. Groups then have separate rates, which
+            PyTorch's schedulers multiply.
+        rates: pattern (`fnmatch`) of names of parameters, or of modules that contain them, Octavo's or the source's → factor of
+            the rate; the last match applies, 1 without a match.
+        layer_decay: d, above 0 and at most 1. The rate of the last of L blocks is multiplied by d, that of the first by d^L,
+            and that of embeddings, also tied ones, by d^(L + 1); a final norm and a head have the full rate.
 
     Returns:
-        A dictionary each, with `params`, in the model's order, `weight_decay`, and `lr` where it is given. Groups of higher
-        rates come first.
+        Dictionaries with `params`, in the model's order, `weight_decay`, and `lr` if it is given. Groups with higher rates come
+        first.
 
     Raises:
-        InputError: `model` is no module, trains nothing, or its parameters do not show their shapes (FSDP1, lazy modules);
-            `weight_decay` or `lr` is negative or not finite; a fault of `rates` or `layer_decay`.
+        InputError: `model` is not a module, trains nothing, or its parameters have no shapes (FSDP1, lazy modules);
+            `weight_decay` or `lr` is negative or not finite; `rates` or `layer_decay` is invalid.
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"octavo.parameter_groups: model is of type {type(model).__name__}: give a torch.nn.Module.")
@@ -73,20 +73,20 @@ def parameter_groups(
 def factors_of(
     model: nn.Module, rates: Mapping[str, float], layer_decay: float, *, keys: tuple[str, str]
 ) -> dict[str, float] | None:
-    """The factor of the rate of each trained parameter; None where all have the same. See `octavo.models.rates`."""
+    """The factor of the rate of each trained parameter; None if all have the same. See `octavo.models.rates`."""
     check_rates(rates, layer_decay, keys=keys)
     return rate_factors(model, rates, layer_decay, keys=keys) if rates or layer_decay != 1 else None
 
 
 def decay_groups(model: nn.Module, weight_decay: float, factors: Mapping[str, float] | None = None) -> list[dict[str, Any]]:
-    """See `parameter_groups`. factors: of rates by parameter; each group then has its one as `lr_scale`."""
+    """See `parameter_groups`. factors: rate factor by parameter; each group stores its factor as `lr_scale`."""
     exempt = _norms_and_biases(model)
     found: dict[tuple[bool, float], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         if isinstance(parameter, UninitializedParameter):
-            raise InputError(f"octavo.parameter_groups: {name} has no shape yet: run a forward of the lazy module before.")
+            raise InputError(f"octavo.parameter_groups: {name} has no shape yet: run a forward of the lazy module first.")
         other = parameter in exempt or _dimensions(parameter) < 2
         found.setdefault((other, 1.0 if factors is None else factors[name]), []).append(parameter)
     if not found:
@@ -103,7 +103,7 @@ def _is_rate(value: object) -> bool:
 
 
 def _dimensions(parameter: nn.Parameter) -> int:
-    """Of the whole: DeepSpeed leaves an empty vector of a parameter whose parts are on all ranks."""
+    """Dimensions of the whole parameter: DeepSpeed replaces a partitioned one by an empty vector."""
     return len(getattr(parameter, "ds_shape", parameter.shape))
 
 
@@ -124,6 +124,6 @@ def _norms_and_biases(model: nn.Module) -> set[nn.Parameter]:
 
 
 def first_fsdp1(model: nn.Module) -> str | None:
-    """The first module in PyTorch's first FSDP, whose flat parameters have neither names nor shapes; None without one."""
+    """The first module wrapped by FSDP1, whose flat parameters have neither names nor shapes; None without one."""
     names = (name or "the model" for name, module in model.named_modules() if type(module).__module__ == _FSDP1)
     return next(names, None)

@@ -1,4 +1,4 @@
-"""Tables of GPUs and of the machines that are rented with them, and the lookup of a device.
+"""Tables of GPUs and of AWS machines with GPUs, and the lookup of a device.
 
 No other file names a GPU. Peaks are the vendor's dense figures (no sparsity, float32 accumulation). A GPU outside the table is
 unknown and gets no peak, no MFU and no estimate, rather than those of a similar one. Importing this file needs no torch.
@@ -40,7 +40,7 @@ class Gpu:
     capability: tuple[int, int]  # of CUDA
     bf16_tflops: float  # peak dense TFLOP/s of the tensor cores with float32 accumulation
     fp8_tflops: float | None  # None: no such units
-    memory_gib: float  # as a program sees it (less than the nominal size), rounded down
+    memory_gib: float  # usable memory (less than the nominal size), rounded down
     bandwidth_gbs: float  # 10^9 bytes a second
 
     def peak(self, precision: str) -> float | None:
@@ -72,11 +72,11 @@ def size(count: float) -> str:
 
 @dataclass(frozen=True)
 class Instance:
-    """A kind of machine of AWS, as the cloud names it.
+    """An AWS instance type.
 
     Attributes:
         name: without the prefix "ml." of SageMaker.
-        gpu: name of its GPUs, in the form of `GPUS` where they are in that table.
+        gpu: name of its GPUs, as in `GPUS` if they are in that table.
         gpus: number of GPUs.
         memory_gib: nominal memory of one GPU.
         fp8: True for GPUs with FP8 products.
@@ -94,7 +94,7 @@ class Instance:
 
 _OF_ONE = ("xlarge", "2xlarge", "4xlarge", "8xlarge", "16xlarge")
 _ONE_TO_EIGHT = dict.fromkeys(_OF_ONE, 1) | {"12xlarge": 4, "24xlarge": 4, "48xlarge": 8}
-# GPU; nominal GiB; FP8; {size: GPUs}. A family whose sizes are absent has no GPU that Octavo trains on.
+# GPU; nominal GiB; FP8; {size: GPUs}. A family without sizes has no GPU that Octavo supports.
 _FAMILIES: dict[str, tuple[str, int, bool, dict[str, int]]] = {
     "p6-b200": ("B200", 180, True, {"48xlarge": 8}),
     "p5en": ("H200", 141, True, {"48xlarge": 8}),
@@ -121,7 +121,7 @@ _WITHOUT_GPU = re.compile(r"(m[4-8]|c[4-8]|r[5-8]|t[23])[a-z]*\.(nano|micro|smal
 
 
 def find_instance(name: str) -> Instance | None:
-    """The machine of this name, with or without "ml."; None for one without GPUs.
+    """The machine of this name, with or without "ml."; None for a machine without GPUs.
 
     Raises:
         InputError: no machine of the table has the name.
@@ -144,9 +144,9 @@ def installed_gpus() -> list[str]:
     if visible is None:
         return found
     chosen = list(takewhile(lambda name: name not in ("", "-1"), (name.strip() for name in visible.split(","))))
-    if not all(name.isdecimal() for name in chosen):  # identifiers, of whole GPUs or of their slices
+    if not all(name.isdecimal() for name in chosen):  # UUIDs of GPUs or of MIG slices
         return found[: len(chosen)]
-    # CUDA leaves out the first number without a GPU, and all behind it.
+    # CUDA ignores the first number without a GPU, and all after it.
     return [found[number] for number in takewhile(lambda number: number < len(found), map(int, chosen))]
 
 
@@ -162,7 +162,7 @@ class Device:
 
 
 def lookup(name: str) -> Gpu | None:
-    """The GPU of this name, in the driver's or the table's form; None if unknown: no near match."""
+    """The GPU of this name, in the driver's or the table's form; None if unknown; names must match exactly."""
     bare = name.strip().removeprefix("NVIDIA ")
     found = (g for g in GPUS if bare.casefold() == g.name.casefold() or re.fullmatch(g.pattern, bare, re.IGNORECASE))
     return next(found, None)
@@ -183,12 +183,12 @@ def describe_device(device: torch.device | str | int | None = None) -> Device:
 
 
 def whole_gib(memory_gib: float) -> int:
-    """Bytes of a GPU's memory without a fraction of a GiB, as the table of GPUs has it: a plan and its run ask for the same."""
+    """A GPU's memory in bytes, rounded down to whole GiB as in the table, so that a plan and its run agree."""
     return math.floor(memory_gib) * GIB
 
 
 def is_affordable(wanted: int, memory: int | None) -> bool:
-    """True if so many bytes are at most 1 / `PART` of a GPU's memory; never on a CPU, of which it is None."""
+    """True if `wanted` bytes are at most 1 / `PART` of a GPU's memory; False on a CPU (None)."""
     return memory is not None and PART * wanted <= memory
 
 
@@ -235,6 +235,6 @@ def system_memory_gib() -> float:
 
 
 def process_memory_limit() -> int | None:
-    """Bytes of data that this process may have (`ulimit -d`, `ulimit -v`); None without a limit."""
+    """Memory limit of this process in bytes (`ulimit -d`, `ulimit -v`); None without a limit."""
     limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS)]
     return min((limit for limit in limits if limit != resource.RLIM_INFINITY), default=None)

@@ -1,7 +1,7 @@
-"""The Hugging Face Hub: asked once whether it answers, before anything is looked up there.
+"""Checks once whether the Hugging Face Hub responds, before anything is looked up there.
 
-Its libraries ask for one file after another and wait at each address of the Hub, a minute and more where a firewall drops
-packets. Left out: a Hub that stops answering in the middle of a look-up.
+Its libraries request one file after another and wait at each address of the Hub, a minute and more if a firewall drops packets.
+Not covered: a Hub that stops responding during a lookup.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _HOLDS_SECONDS = 60  # a run looks up several names; a notebook may get its netw
 
 @contextlib.contextmanager
 def bounded() -> Iterator[None]:
-    """Around look-ups: if the Hub does not answer they are of the local cache alone, as with HF_HUB_OFFLINE=1."""
-    from huggingface_hub import constants  # heavy
+    """Around lookups: if the Hub does not respond, only the local cache is used, as with HF_HUB_OFFLINE=1."""
+    from huggingface_hub import constants  # slow to import
 
     if constants.HF_HUB_OFFLINE or _answers(int(time.monotonic() // _HOLDS_SECONDS)):
         yield
         return
     with contextlib.ExitStack() as restoring:
-        for module in (constants, sys.modules.get("datasets.config")):  # it has a separate copy
+        for module in (constants, sys.modules.get("datasets.config")):  # `datasets` has a separate copy
             if module is not None:
                 restoring.callback(setattr, module, "HF_HUB_OFFLINE", module.HF_HUB_OFFLINE)
                 vars(module)["HF_HUB_OFFLINE"] = True
@@ -37,14 +37,14 @@ def bounded() -> Iterator[None]:
 
 @functools.lru_cache(maxsize=1)
 def _answers(period: int) -> bool:
-    """True if the Hub answers, whatever it says. In a thread, since nothing else bounds the look-up of an address."""
+    """True if the Hub responds at all. In a thread, since nothing else bounds a DNS lookup."""
     from huggingface_hub import constants, get_session
 
     seconds = constants.HF_HUB_ETAG_TIMEOUT if "HF_HUB_ETAG_TIMEOUT" in os.environ else WAIT_SECONDS
     answered = threading.Event()
 
     def ask() -> None:
-        with contextlib.suppress(Exception):  # of the HTTP library below
+        with contextlib.suppress(Exception):  # of the HTTP library
             get_session().head(constants.ENDPOINT, timeout=seconds)
             answered.set()
 

@@ -1,16 +1,16 @@
 """Translates the rank variables of Slurm and MPI to torchrun's.
 
-torchrun and `--ranks` tell each process RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; srun and mpirun have other
-names, and know no port. `adopt_ranks` sets torchrun's variables from theirs, so that all other code reads only these. The host
-is that of rank 0 by Slurm's list of nodes; the port follows from the numbers of the job and of the step, the same on all ranks.
-A missing variable is an error, never a guess. Without torch: a command adopts its ranks before slow imports.
+torchrun and `--ranks` give each process RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; srun and mpirun use other
+names, and set no port. `adopt_ranks` sets torchrun's variables from theirs, so that all other code reads only these. The host
+is rank 0's in Slurm's node list; the port follows from the numbers of job and step, the same on all ranks. A missing variable
+is an error, never a guess. No torch is imported: a command adopts its ranks before slow imports.
 
     a task of srun                 SLURM_PROCID of SLURM_STEP_NUM_TASKS
-    a shell of salloc, or sbatch   one rank: SLURM_NTASKS are those that srun would start
+    a shell of salloc, or sbatch   one rank: SLURM_NTASKS is what srun would start
     mpirun, mpiexec                OMPI_COMM_WORLD_RANK, MV2_COMM_WORLD_RANK, PMI_RANK, … of … _SIZE
     torchrun inside a task         set by torchrun
 
-Left out: heterogeneous jobs of Slurm, and PMIx without one of the names above.
+Not supported: heterogeneous Slurm jobs, and PMIx without one of the names above.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from dataclasses import dataclass
 from octavo.errors import InputError
 
 TORCHRUN = "TORCHELASTIC_RUN_ID"
-"""Set by torchrun and by `--ranks`: the variables of ranks are complete, whatever has started them in turn."""
+"""Set by torchrun and by `--ranks`: rank variables are complete, whatever started the launcher."""
 FIRST_PORT, PORTS = 15_000, 14_000
 """Ports that jobs share: below Linux's ephemeral ones and PyTorch's 29500."""
 _LOOPBACK = "127.0.0.1"
 _NO_TASKS = range(0xFFFFFFF0, 0x100000000)
-"""Numbers of Slurm's steps that are no srun: batch, extern, interactive, pending."""
+"""Numbers of Slurm steps that are not from srun: batch, extern, interactive, pending."""
 _OF_STEPS = ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS", "SLURM_LAUNCH_NODE_IPADDR")
 
 
 @dataclass(frozen=True)
 class _Names:
-    """Variables of a launcher: rank, ranks, the same of this host, and those that tell one job from another."""
+    """Variables of a launcher: rank and number of ranks, the same on this host, and those that identify a job."""
 
     launcher: str
     rank: str
@@ -67,12 +67,12 @@ _SLURM = _Names(
 VARIABLES = tuple(
     name for names in (*_MPI, _SLURM) for name in (names.rank, names.world, names.local, names.local_world) if name
 )
-"""Variables by which a process takes itself for one of a launcher's ranks."""
+"""Variables that mark a process as one of a launcher's ranks."""
 
 
 @dataclass(frozen=True)
 class _Found:
-    """A process among the ranks of a launcher; None: not known."""
+    """A process's place among a launcher's ranks; None: unknown."""
 
     names: _Names
     world_name: str
@@ -83,12 +83,12 @@ class _Found:
 
 
 def adopt_ranks(*, meet: bool = True) -> None:
-    """Set torchrun's variables of this process from those of Slurm or MPI; nothing without them, or under torchrun.
+    """Set torchrun's variables from those of Slurm or MPI; does nothing without them, or under torchrun.
 
-    meet: the ranks join, and need the host and a port of rank 0; False for a command that only tells or prepares.
+    meet: the ranks will connect, and need rank 0's host and a port; False for a command that only reports or prepares.
 
     Raises:
-        InputError: variables that contradict each other, or a host or port that none of them tells.
+        InputError: variables contradict each other, or do not determine the host or port.
     """
     environment = os.environ
     if TORCHRUN in environment or (found := _found(environment)) is None or found.world == 1:
@@ -123,17 +123,17 @@ def alone_in_job() -> str:
 
 
 def started_by() -> str:
-    """The launcher whose several tasks are the ranks, with the variables that say so; empty for none."""
+    """The launcher that started several ranks, with the variables that show it; empty without one."""
     if TORCHRUN in os.environ or (found := _found(os.environ)) is None or found.world == 1:
         return ""
     return f"{found.names.launcher} has started {found.world} ({found.world_name})"
 
 
 def refuse_ranks_of_ranks(ranks: int) -> None:
-    """Refuse to start ranks in each of the tasks that a launcher has started."""
+    """Refuse to start ranks in each task of a launcher."""
     if found := started_by():
         raise InputError(
-            f"--ranks {ranks} starts ranks of one host, and {found} already, which train together: leave --ranks out, or start "
+            f"--ranks {ranks} starts ranks on one host, but {found} already, which train together: leave --ranks out, or start "
             "one task."
         )
 
@@ -144,12 +144,12 @@ def may_bind_gpus() -> bool:
 
 
 def _found(environment: Mapping[str, str]) -> _Found | None:
-    """The ranks that this process is one of, by its variables; None if nothing has started ranks."""
+    """This process's place among ranks, by its variables; None if no launcher started ranks."""
     mpi = next((_of_mpi(environment, names) for names in _MPI if names.rank in environment), None)
     slurm = _of_slurm(environment)
     if mpi is None or slurm is None:
         return slurm if mpi is None else mpi
-    # srun sets PMI_RANK, too, and knows the host. Under mpirun tasks of srun are daemons, each of which starts ranks.
+    # srun also sets PMI_RANK, and knows the host. Under mpirun, tasks of srun are daemons that start ranks.
     return slurm if (slurm.rank, slurm.world) == (mpi.rank, mpi.world) else mpi
 
 
@@ -179,7 +179,7 @@ def _of_slurm(environment: Mapping[str, str]) -> _Found | None:
     het = environment.get("SLURM_HET_SIZE", "1")
     if het not in ("", "0", "1") and "RANK" not in environment:
         raise InputError(
-            f"SLURM_HET_SIZE = {het}: ranks of a heterogeneous job have no common numbers. Set RANK, WORLD_SIZE, LOCAL_RANK, "
+            f"SLURM_HET_SIZE = {het}: ranks of a heterogeneous job are not numbered jointly. Set RANK, WORLD_SIZE, LOCAL_RANK, "
             "MASTER_ADDR and MASTER_PORT for each task, or unset SLURM_PROCID for one rank."
         )
     local = _number(environment, "SLURM_LOCALID") if "SLURM_LOCALID" in environment else None
@@ -190,7 +190,7 @@ def _of_slurm(environment: Mapping[str, str]) -> _Found | None:
 
 
 def _in_step(environment: Mapping[str, str]) -> bool:
-    """True in a task of srun; False in a shell of salloc or sbatch, also of a job that a task of another job has submitted."""
+    """True in a task of srun; False in a shell of salloc or sbatch, also if a task of another job submitted it."""
     if "SLURM_PROCID" not in environment:
         return False
     step = environment.get("SLURM_STEP_ID") or environment.get("SLURM_STEPID") or ""
@@ -200,14 +200,14 @@ def _in_step(environment: Mapping[str, str]) -> bool:
         return True
     if not any(name in environment for name in _OF_STEPS):
         return False
-    # sbatch forwards the variables of its step, in addition to the tasks of the new job and the one task that is the shell.
+    # sbatch forwards its step's variables, in addition to the new job's tasks and the shell's single task.
     tasks, of_job = environment.get("SLURM_STEP_NUM_TASKS", ""), environment.get("SLURM_NTASKS", "")
     here, numbers = _tasks_here(environment), environment.get("SLURM_GTIDS", "")
     return not (tasks and of_job and tasks != of_job) and not (here and numbers and here != len(numbers.split(",")))
 
 
 def _tasks_here(environment: Mapping[str, str]) -> int | None:
-    """Tasks of this node by SLURM_STEP_TASKS_PER_NODE, such as "2(x3),1"; None if it does not say."""
+    """Tasks of this node by SLURM_STEP_TASKS_PER_NODE, such as "2(x3),1"; None if it is absent."""
     counts: list[int] = []
     for part in environment.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
         if (match := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())) is None:
@@ -228,7 +228,7 @@ def _checked(found: _Found) -> _Found:
 
 
 def _is_nested(environment: Mapping[str, str], found: _Found) -> bool:
-    """True if a launcher in each task has set the variables of its ranks: so many more, in their order."""
+    """True if a launcher inside each task has set consistent variables of more ranks."""
     if not all(environment.get(name, "").isdecimal() for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
         return False
     world, rank = int(environment["WORLD_SIZE"]), int(environment["RANK"])
@@ -236,7 +236,7 @@ def _is_nested(environment: Mapping[str, str], found: _Found) -> bool:
 
 
 def _agree(environment: Mapping[str, str], found: _Found) -> None:
-    """Refuse torchrun's variables that contradict those of the launcher."""
+    """Refuse torchrun variables that contradict the launcher's."""
     names = found.names
     for name, value, theirs in (
         ("WORLD_SIZE", found.world, found.world_name),
@@ -267,7 +267,7 @@ def _host(environment: Mapping[str, str], found: _Found) -> str:
             return address
         raise _unknown_host("SLURM_STEP_NODELIST is not set", "node of rank 0")
     here = f"{names.local_world} = {found.local_world}" if found.local_world else f"{names.local_world} is not set"
-    raise _unknown_host(f"{names.world} = {found.world} and {here}: ranks on several hosts, whose addresses MPI does not tell",
+    raise _unknown_host(f"{names.world} = {found.world} and {here}: ranks on several hosts, whose addresses MPI does not give",
                         "host of rank 0")  # fmt: skip
 
 
@@ -275,7 +275,7 @@ def _resolved(host: str) -> str:
     with contextlib.suppress(OSError):
         socket.getaddrinfo(host, None)
         return host
-    raise _unknown_host(f"Slurm's node {host!r} has no address by that name", f"address of {host}")
+    raise _unknown_host(f"Slurm's node {host!r} cannot be resolved", f"address of {host}")
 
 
 def _unknown_host(why: str, what: str) -> InputError:
@@ -289,29 +289,29 @@ def _on_one_node(environment: Mapping[str, str]) -> bool:
 
 
 def _first_host(nodes: str) -> str:
-    """The first name of a list of Slurm's, such as "n[001-004,007],m1" or "rack[0-1]n[2,4]"."""
+    """The first name of a Slurm node list, such as "n[001-004,007],m1" or "rack[0-1]n[2,4]"."""
     return re.sub(r"\[(\w+)[^]]*\]", r"\1", next(_parts(nodes)))
 
 
 def _parts(nodes: str) -> Iterator[str]:
-    """Parts of a list between its commas outside of brackets."""
+    """Parts of a list between commas outside brackets."""
     return (part[0] for part in re.finditer(r"(?:[^,\[]|\[[^]]*\])+", nodes))
 
 
 def _port(environment: Mapping[str, str], found: _Found) -> int:
-    """A port that all ranks of a job derive alike, and others seldom."""
+    """A port that all ranks of a job derive equally, and other jobs rarely."""
     names = found.names
     job = [f"{name}={environment[name]}" for name in names.job if environment.get(name)]
     if not job:
         raise InputError(
-            f"MASTER_PORT is not set, and nothing tells this job of {names.launcher} from others ({names.job[0]} is not set). "
+            f"MASTER_PORT is not set, and nothing identifies this job of {names.launcher} ({names.job[0]} is not set). "
             "Set MASTER_PORT to a free port of the host of rank 0, the same for all ranks."
         )
     return FIRST_PORT + zlib.crc32(" ".join(job).encode()) % PORTS
 
 
 def _threads(environment: Mapping[str, str], tasks: int) -> int:
-    """A rank's share of the cores, as of `--ranks`: with threads for all in each, ranks on a CPU wait for one another.
+    """A rank's share of the cores, as with `--ranks`: if each rank had threads for all cores, ranks would slow each other.
 
     0 if the launcher has bound each task to separate cores.
     """

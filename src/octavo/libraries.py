@@ -23,7 +23,7 @@ _VERSION_OF = "import ctypes, sys; print(ctypes.CDLL(sys.argv[1]).cudnnGetVersio
 
 
 def driver_cuda() -> str:
-    """The newest CUDA that the driver runs, as "13.0", from libcuda itself.
+    """The newest CUDA version that the driver supports, such as "13.0", from libcuda itself.
 
     Raises:
         OSError: there is no libcuda, or it gives no version.
@@ -35,7 +35,7 @@ def driver_cuda() -> str:
 
 
 def runs(driver: str, cuda: str) -> bool:
-    """True if a driver of one CUDA runs programs built for another: of its major version, whatever the minor, or an older."""
+    """True if a driver for one CUDA version runs programs built for another: the same major version, or an older one."""
     return int(driver.partition(".")[0]) >= int(cuda.partition(".")[0])
 
 
@@ -53,7 +53,7 @@ def cudnn_of_map(text: str) -> list[str]:
 
 
 def cudnn_on_disk() -> dict[str, str]:
-    """Paths of cuDNN that a loader may find → their origin: LD_LIBRARY_PATH, ldconfig, or a wheel of pip's."""
+    """Paths of cuDNN that a loader may find → their origin: LD_LIBRARY_PATH, ldconfig, or a pip wheel."""
     found: dict[str, str] = {}
     for path, by in (*_by_variable(), *cudnn_of_ldconfig(_ldconfig()), *_by_wheel()):
         if path not in found and not any(Path(path).samefile(other) for other in found):
@@ -76,7 +76,7 @@ def cudnn_version(path: str) -> str | None:
 
 
 def version_text(number: int) -> str:
-    """cuDNN's number of a version, 91900 or 8907, as "9.19.0" or "8.9.7"."""
+    """cuDNN's version number, 91900 or 8907, as "9.19.0" or "8.9.7"."""
     major = number // 10_000 or number // 1000
     rest = number % 10_000 if number >= 10_000 else number % 1000
     return f"{major}.{rest // 100}.{rest % 100}"
@@ -100,7 +100,7 @@ def _by_wheel() -> Iterator[tuple[str, str]]:
 
 
 def _in_folder(folder: Path) -> list[Path]:
-    """cuDNN in a folder, by its shortest name of a major version, which is the one that a loader asks for."""
+    """cuDNN in a folder, by the shortest name per major version, which is the one that loaders request."""
     named = sorted(
         (path for path in folder.glob("libcudnn.so*") if _CUDNN.fullmatch(path.name)), key=lambda path: len(path.name)
     )
@@ -113,7 +113,7 @@ def _ldconfig() -> str:
 
 
 def _run(command: list[str], environment: Mapping[str, str]) -> str | None:
-    """The output of a command without its ends; None if it fails."""
+    """The stripped output of a command; None if it fails."""
     try:
         answer = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=SECONDS, check=True, env=dict(environment)

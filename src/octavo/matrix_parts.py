@@ -2,13 +2,13 @@
 
 Octavo stores query, key and value in one parameter, gate and up in another, and all experts of a block in a third; their rows
 are interleaved. Elementwise optimizers such as AdamW are not affected. Muon, Shampoo, Adafactor or LAMB orthogonalise,
-factorise or measure a whole matrix, and would compute other updates. `matrices` returns Hugging Face's matrices: before a step
-each copies its rows of weight and gradient, and after it the rows are copied back. An optimizer of a known class with a joined
-parameter is refused at its first step (`watch`).
+factorise or measure a whole matrix, and would compute different updates. `matrices` returns Hugging Face's matrices: before a
+step each copies its rows of weight and gradient, and afterwards the rows are copied back. An optimizer of a known class with a
+joined parameter is refused at its first step (`watch`).
 
-Rows of a part are no view of the parameter, so that each matrix is a copy. Over ranks every matrix is of one rank, which alone
-holds the copy and the optimizer's state and computes its update: a step gathers weights and gradients of one parameter at a
-time, and broadcasts the new weights. Left out: optimizer states in `octavo.save`, closures, and loss scaling.
+Rows of a part are not a view of the parameter, so each matrix is a copy. On several ranks each matrix belongs to one rank,
+which holds the copy and the optimizer's state and computes its update: a step gathers weights and gradients of one parameter at
+a time, and broadcasts the new weights. Not supported: optimizer states in `octavo.save`, closures, and loss scaling.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ OF_MATRICES = frozenset(
         *("GaLoreAdamW", "GaLoreAdamW8bit", "GaLoreAdafactor", "APOLLOAdamW"),
     }
 )
-"""Classes of optimizers that treat a parameter as one matrix, by name, of PyTorch, transformers and other libraries."""
+"""Names of optimizer classes that treat a parameter as one matrix, from PyTorch, transformers and other libraries."""
 _OF_ALL = frozenset(
     {"LBFGS", "Prodigy", "DAdaptAdam", "DAdaptAdaGrad", "DAdaptSGD", "DAdaptLion", "DAdaptAdan", "DAdaptAdamIP", "SAM", "GSAM"}
 )
-"""Those whose step has sums over all parameters: of a rank's parts they are others on each rank of a tensor group."""
+"""Those whose step sums over all parameters: with a rank's parts, the sums would differ between tensor-parallel ranks."""
 
 
 @dataclass(frozen=True)
 class _Joined:
-    """A parameter of the model, its matrices by name in the order of `_split`, and the block of which it is a part."""
+    """A parameter of the model, its matrices by name in the order of `_split`, and its block."""
 
     name: str
     parameter: nn.Parameter
@@ -60,22 +60,22 @@ class _Joined:
     block: Block | None
 
     def tensor(self, values: Tensor) -> Tensor:
-        """The parameter or its gradient, as `whole_tensor` and `local_shard` take it."""
+        """The parameter or its gradient in the form for `whole_tensor` and `local_shard`."""
         return with_block(values, self.block)
 
 
 class Matrices(Mapping[str, nn.Parameter]):
-    """Matrices of a model by Hugging Face's names, as parameters for an optimizer; `octavo.matrices` makes it.
+    """A model's matrices by Hugging Face's names, as parameters for an optimizer; from `octavo.matrices`.
 
-    A matrix that is a parameter of the model by itself is that parameter, on one rank. All others are copies. Over ranks the
-    mapping has those of this rank alone, about as many elements on each.
+    On one rank, a matrix that is a parameter of the model by itself is that parameter. All others are copies. On several ranks
+    the mapping has only this rank's matrices, with about equally many elements per rank.
     """
 
     def __init__(self, model: nn.Module, chosen: Sequence[_Joined], way: Conversion | None) -> None:
         self._model, self._chosen, self._way = model, tuple(chosen), way
         self._spread = dist.is_initialized() and dist.get_world_size() > 1
         self.owners = self._share_out()
-        """Every matrix's rank."""
+        """Matrix name → its rank."""
         self._local: dict[str, nn.Parameter] = {}
         self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
         for joined in self._chosen:
@@ -97,17 +97,17 @@ class Matrices(Mapping[str, nn.Parameter]):
         return len(self._local)
 
     def others(self) -> list[nn.Parameter]:
-        """Trained parameters of the model that belong to no matrix: norms, biases, and unselected ones."""
+        """Trained parameters of the model outside the matrices: norms, biases, and unselected ones."""
         taken = {id(joined.parameter) for joined in self._chosen}
         return [parameter for parameter in self._model.parameters() if parameter.requires_grad and id(parameter) not in taken]
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Have `optimizer.step()` take weights and gradients from the model before, and write the weights back after.
+        """Have `optimizer.step()` copy weights and gradients from the model first, and write the weights back afterwards.
 
-        The model's gradients of these parameters are None after a step. Over ranks a step is collective.
+        The model's gradients of these parameters are None after a step. On several ranks a step is collective.
 
         Raises:
-            InputError: the optimizer holds a parameter that is no matrix of this object, or not all of this rank's.
+            InputError: the optimizer has a parameter that is not a matrix of this object, or lacks some of this rank's.
         """
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         names = {id(parameter): name for name, parameter in self._local.items()}
@@ -115,8 +115,8 @@ class Matrices(Mapping[str, nn.Parameter]):
             missing = [name for number, name in names.items() if number not in held]
             why = f"it does not hold {some(missing)}" if missing else f"{len(held - names.keys())} of its parameters are others"
             raise InputError(
-                f"Matrices.attach: the optimizer has to hold the matrices of this object and nothing else, and {why}. Build it "
-                "of matrices.values(), and another optimizer of matrices.others()."
+                f"Matrices.attach: the optimizer must hold exactly the matrices of this object, but {why}. Build it "
+                "from matrices.values(), and another optimizer from matrices.others()."
             )
         if self._optimizer is not None and self._optimizer() is not None:
             raise InputError("Matrices.attach: an optimizer is attached already: call octavo.matrices again for another one.")
@@ -128,7 +128,7 @@ class Matrices(Mapping[str, nn.Parameter]):
     def _before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if any(one is not None for one in (*args[1:], *kwargs.values())):
             raise InputError(
-                "a step with a closure computes gradients after octavo.matrices has taken them: call step() alone."
+                "a step with a closure computes gradients after octavo.matrices has copied them: call step() without one."
             )
         self.take()
 
@@ -137,7 +137,7 @@ class Matrices(Mapping[str, nn.Parameter]):
 
     @torch.no_grad()
     def take(self) -> None:
-        """Copy the rows of weights and gradients out of the model's parameters. Collective over ranks."""
+        """Copy the rows of weights and gradients from the model's parameters. Collective over ranks."""
         settle(self._model)
         for joined in self._chosen:
             if self._local.get(joined.names[0]) is joined.parameter:
@@ -152,7 +152,7 @@ class Matrices(Mapping[str, nn.Parameter]):
 
     @torch.no_grad()
     def write(self) -> None:
-        """Write the matrices into the model's parameters, whose gradients go. Collective over ranks."""
+        """Write the matrices into the model's parameters, and clear their gradients. Collective over ranks."""
         for joined in self._chosen:
             if self._local.get(joined.names[0]) is joined.parameter:
                 continue
@@ -182,22 +182,22 @@ class Matrices(Mapping[str, nn.Parameter]):
         return {name: tuple(part.shape) for name, part in _split(self._way, joined.name, shape).items()}
 
     def _order_is_kept(self, joined: _Joined) -> bool:
-        """True if the rows of the one matrix are those of the parameter, in their order."""
+        """True if the single matrix has the parameter's rows in the same order."""
         return self._way is None or self._way.table.join(joined.name) is None
 
     def _is_of_this_rank(self, name: str) -> bool:
         return not self._spread or self.owners[name] == dist.get_rank()
 
     def _share_out(self) -> dict[str, int]:
-        """Each matrix's rank: the largest first, each to the rank with the fewest elements."""
+        """Assign ranks: the largest matrix first, each to the rank with the fewest elements."""
         sizes = {
             name: torch.Size(shape).numel() for joined in self._chosen for name, shape in self._parts_of_shape(joined).items()
         }
         world = dist.get_world_size() if self._spread else 1
         if len(sizes) < world:
             raise InputError(
-                f"octavo.matrices: {len(sizes)} matrices cannot be shared out among {world} ranks, each of which has one at "
-                "least: choose more of them, or use fewer ranks."
+                f"octavo.matrices: {len(sizes)} matrices cannot be distributed over {world} ranks, which need at least one "
+                "each: choose more of them, or use fewer ranks."
             )
         loads, owners = [0] * world, {}
         for name in sorted(sizes, key=lambda name: -sizes[name]):
@@ -209,16 +209,16 @@ class Matrices(Mapping[str, nn.Parameter]):
 def matrices(model: nn.Module, *patterns: str) -> Matrices:
     """The matrices of a model by Hugging Face's names, for optimizers that treat each parameter as one matrix.
 
-    A parameter of several matrices gives each: `model.layers.0.self_attn.q_proj.weight` and so on. Stacked experts give those
-    of each expert: `….experts.gate_up_proj.3.gate`, `….experts.gate_up_proj.3.up`, `….experts.down_proj.3`. Matrices that
-    Hugging Face joins (Phi-3, GPT-NeoX) stay joined, with its order of rows. Collective over ranks.
+    A parameter that joins several matrices gives each of them: `model.layers.0.self_attn.q_proj.weight` and so on. Stacked
+    experts give those of each expert: `….experts.gate_up_proj.3.gate`, `….experts.gate_up_proj.3.up`, `….experts.down_proj.3`.
+    Matrices that Hugging Face joins (Phi-3, GPT-NeoX) stay joined, with its order of rows. Collective over ranks.
 
     Args:
         model: of `octavo.transform`, or any other.
-        *patterns: of names (`fnmatch`), such as "model.layers.*"; none: all matrices, of embedding and head, too.
+        *patterns: patterns of names (`fnmatch`), such as "model.layers.*"; none: all matrices, including embedding and head.
 
     Raises:
-        InputError: a pattern that matches nothing, patterns that choose some of the matrices of one parameter, or fewer
+        InputError: a pattern that matches nothing, patterns that select only some of the matrices of one parameter, or fewer
             matrices than ranks.
     """
     _check_model(model)
@@ -237,21 +237,21 @@ def matrices(model: nn.Module, *patterns: str) -> Matrices:
         if here and len(here) < len(names):
             left = [one for one in names if one not in here]
             raise InputError(
-                f"octavo.matrices: {name} is one parameter of {some(names)}, and the patterns choose {some(here)} without "
-                f"{some(left)}: choose all of them, or none."
+                f"octavo.matrices: {name} joins {some(names)}, and the patterns select {some(here)} without "
+                f"{some(left)}: select all of them, or none."
             )
         if here:
             chosen.append(_Joined(name, parameter, names, block))
     for pattern in patterns:
         if not any(fnmatch(one, pattern) for one in found):
-            raise InputError(f"octavo.matrices: no matrix is named like {pattern!r}. Known are {some(found)}.")
+            raise InputError(f"octavo.matrices: no matrix matches {pattern!r}. Known are {some(found)}.")
     if not chosen:
-        raise InputError(f"octavo.matrices: {type(model).__name__} has no parameter that is a matrix and trained.")
+        raise InputError(f"octavo.matrices: {type(model).__name__} has no trained matrix.")
     return Matrices(model, chosen, way)
 
 
 def _split(way: Conversion | None, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """The matrices of a whole parameter, views as far as strides allow; none of a parameter that is no matrix."""
+    """The matrices of a whole parameter, views if strides allow; none for a parameter that is not a matrix."""
     pieces = {name: tensor} if way is None else way.split(name, tensor)
     found: dict[str, Tensor] = {}
     for source, piece in pieces.items():
@@ -274,7 +274,7 @@ def _join(way: Conversion | None, name: str, parts: Sequence[Tensor], shape: tup
 
 
 def _check_model(model: nn.Module) -> None:
-    """Refuse a model around one of Octavo's, whose parameters have other names."""
+    """Refuse a wrapper around a model of Octavo, whose parameters have other names."""
     for name, module in model.named_modules():
         if module is not model and conversion_of(module) is not None:
             raise InputError(
@@ -287,7 +287,7 @@ def _check_model(model: nn.Module) -> None:
                 way.names(name)
             except KeyError:
                 raise InputError(
-                    f"octavo.matrices: {name} is no parameter of octavo.transform's model. One with adapters in it is "
+                    f"octavo.matrices: {name} is not a parameter of octavo.transform's model. A model with adapters in it is "
                     'transformed with blocks="own".'
                 ) from None
 
@@ -295,7 +295,7 @@ def _check_model(model: nn.Module) -> None:
 def watch(model: nn.Module) -> None:
     """Refuse optimizers of `OF_MATRICES` at their first step, if they hold a parameter of `model` with several matrices.
 
-    Those that hold a tensor rank's part are refused too, and then also optimizers with sums over all parameters.
+    Optimizers with a tensor-parallel part are refused too, then also those that sum over all parameters.
     """
     if conversion_of(model) is None:
         return
@@ -323,7 +323,7 @@ def _copy(part: Tensor) -> nn.Parameter:
 
 
 def refuse_unattached(optimizer: torch.optim.Optimizer) -> None:
-    """Raise an InputError for an optimizer of copies of matrices, whose steps would change no weight of the model."""
+    """Raise an InputError for an optimizer of unattached copies, whose steps would not change the model."""
     held = (parameter for group in optimizer.param_groups for parameter in group["params"])
     if "octavo_matrices" not in vars(optimizer) and any(hasattr(parameter, _COPY) for parameter in held):
         raise InputError(
@@ -333,7 +333,7 @@ def refuse_unattached(optimizer: torch.optim.Optimizer) -> None:
 
 
 def refuse(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise an InputError for an optimizer that takes a parameter of several matrices of `model`, or a part of one, for one."""
+    """Raise an InputError for an optimizer that would treat a joined parameter of `model`, or a part of one, as one matrix."""
     kinds = [each.__name__ for each in type(optimizer).__mro__]
     kind = next((name for name in kinds if name in OF_MATRICES), None)
     way = conversion_of(model)
@@ -350,24 +350,24 @@ def refuse(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             shape = torch.empty(parameter.shape, device="meta")
             try:
                 names = tuple(_split(way, name, shape) if parameter.ndim > 1 else way.split(name, shape))
-            except KeyError:  # an adapter's
+            except KeyError:  # an adapter's parameter
                 continue
             if len(names) > 1:
                 raise InputError(
-                    f"{kind} treats a parameter as one, and {name} is {len(names)}, with interleaved rows: "
+                    f"{kind} treats a parameter as one matrix, but {name} joins {len(names)}, with interleaved rows: "
                     f"{some(names)}. {_remedy(kind)}Give {kind} octavo.matrices(model, …).values() and attach it "
-                    '(docs/optimizers.md), or keep the model\'s code by octavo.transform(model, blocks="own").'
+                    '(docs/optimizers.md), or use the model\'s original code by octavo.transform(model, blocks="own").'
                 )
 
 
 def _remedy(kind: str) -> str:
-    return "Build octavo.muon(model, lr=…) in its place, which splits and joins them itself. Or: " if "Muon" in kind else ""
+    return "Build octavo.muon(model, lr=…) instead, which splits and joins them itself. Or: " if "Muon" in kind else ""
 
 
 def _refuse_parts(model: nn.Module, kind: str, held: set[int], *, has_remedy: bool) -> None:
-    """Raise an InputError for a parameter of `held` of which each rank of a tensor group has a part.
+    """Raise an InputError for a parameter of `held` of which each tensor-parallel rank has a part.
 
-    has_remedy: `octavo.matrices` joins the parts of a matrix.
+    has_remedy: `octavo.matrices` can join the matrix's parts.
     """
     blocks = parameters_of(model)
     for name, parameter in model.named_parameters():
@@ -381,6 +381,6 @@ def _refuse_parts(model: nn.Module, kind: str, held: set[int], *, has_remedy: bo
             ways.insert(0, "leave it to another optimizer, such as AdamW")
         remedy = ", or ".join(ways)
         raise InputError(
-            f"{kind} measures a whole parameter, and of {name} {list(block.shape)} each of {len(block.parts)} tensor ranks "
-            f"holds a part, {list(block.local.local_shape)} here: {remedy[0].upper()}{remedy[1:]}."
+            f"{kind} measures a whole parameter, but each of {len(block.parts)} tensor ranks holds a part of {name} "
+            f"{list(block.shape)}, {list(block.local.local_shape)} here: {remedy[0].upper()}{remedy[1:]}."
         )

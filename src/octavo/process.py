@@ -1,11 +1,11 @@
-"""All state that Octavo stores per process, in one object, and why no model, run or world of ranks owns it.
+"""All state that Octavo stores per process, in one object, with the reason why no model, run or world owns it.
 
 State that can belong to a model, a layer, an autocast, a training thread, an optimizer, a run or `octavo.state` belongs there.
 Here is the rest, for four reasons:
 
 * A registry by number or by weak reference: an operator in compiled code takes no object, and a list of live objects must not
-  keep them alive. Entries go with their objects.
-* A choice about this machine, which every model here would make alike.
+  extend their lifetime. Entries are removed with their objects.
+* A choice about this machine, which every model would make equally.
 * A hook of PyTorch's, or a context called by another library's code, which takes no argument.
 * "Said once", and this process's role for others: a rank, a process with a launcher.
 
@@ -36,25 +36,25 @@ class Process:
     def __init__(self) -> None:
         # Registries.
         self.numbers = itertools.count()
-        """Of scale buffers, their sets and FP8 layers, in order of creation: never reused, so that no two share a number."""
+        """Numbers of scale buffers, their sets and FP8 layers, in order of creation; never reused."""
         self.scale_buffers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         """Number → `ScaleBuffer`, for `octavo::cast_delayed`. Ends with the buffer."""
         self.buffer_sets: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        """Number → `BufferSet`: a replay of a CUDA graph runs no Python that could say whose it is. Ends with the model."""
+        """Number → `BufferSet`: a replay of a CUDA graph runs no Python that could identify its model. Ends with the model."""
         self.fp8_modules: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         """Number → `ModuleState`: a slot is allocated before code is traced. Ends with the layer."""
         self.slots = threading.RLock()
-        """Held while layers get their slots: an autocast offers them to models that other threads are about to train."""
+        """Lock while layers get slots: an autocast allocates them also for models that other threads are about to train."""
         self.offered: set[Any] = set()
-        """The recipe for which all of `fp8_modules` have slots. Ends with the next layer or recipe."""
+        """The recipe for which all `fp8_modules` have slots. Ends with the next layer or recipe."""
         self.checkpoint_forwards: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-        """An activation checkpoint's object → its forward, on any thread that repeats it. Ends with the graph."""
+        """An activation checkpoint's object → its forward, on any thread that recomputes it. Ends with the autograd graph."""
         self.checkpoint_autocasts: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         """The same object → the autocasts that its function enters."""
         self.sharded: weakref.WeakSet[Any] = weakref.WeakSet()
-        """The modules inside of those that PyTorch lists as sharded, in a list of the process."""
+        """The modules inside those in PyTorch's process-wide list of sharded modules."""
         self.sharded_as_of: object = None
-        """The state of PyTorch's list then."""
+        """The state of PyTorch's list when `sharded` was computed."""
         self.optimizers_of_matrices: weakref.WeakSet[Any] = weakref.WeakSet()
         """Optimizers that were checked at their first step, by a hook of PyTorch's for all optimizers."""
         self.models_of_matrices: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -64,7 +64,7 @@ class Process:
 
         # Choices about this machine.
         self.product_uses: dict[Any, int] = {}
-        """Shape of a product → times that it was seen. Ends when it is measured."""
+        """Shape of a product → number of uses. Ends when it is measured."""
         self.product_algorithms: dict[Any, Any] = {}
         """Shape → the algorithm of cuBLASLt that was the fastest here; `octavo.kernels.algorithms.choices` names them."""
         self.without_collectives = 0
@@ -72,7 +72,7 @@ class Process:
         self.peer_copies = _switch("OCTAVO_PEER_COPIES")
         """Tensor ranks of one host may exchange by copies between their GPUs."""
         self.exchange_uses: dict[Any, int] = {}
-        """(kind, ranks, bits of the bytes) of an exchange → times that it was seen. Ends when it is measured."""
+        """(kind, ranks, bits of the bytes) of an exchange → number of uses. Ends when it is measured."""
         self.exchanges: dict[Any, Any] = {}
         """The same → microseconds by NCCL and by copies; `octavo.collectives.copies.choices` names them."""
         self.peer_memories: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -80,27 +80,27 @@ class Process:
         self.flash_attention = _switch("OCTAVO_FLASH_ATTENTION")
         """FlashAttention-4 may run; `octavo.kernels.attention.flash.enable` changes it."""
         self.placeholders: dict[Any, Any] = {}
-        """(device, dtype) → NaN, of which every weight that is gathered as FP8 is a view; as large as the largest was."""
+        """(device, dtype) → NaN buffer of the largest size so far; placeholders of weights gathered in FP8 are views of it."""
         self.digests: dict[Any, str] = {}
         """The kernel's stamp of a checkpoint's file → its SHA-256: a file is hashed only once in a process."""
 
         # Contexts between which other libraries' code runs.
         self.attention = threading.local()
-        """Of a thread: `take` and `moves`, of results that outlive their forward; `sums`, of FlashAttention-4's backward."""
+        """Per thread: `take` and `moves`, for results that outlive their forward; `sums`, for FlashAttention-4's backward."""
         self.at_attention: list[Callable[[], None]] = []
-        """Called where an attention's backward begins, within a context of `octavo.kernels.autograd.at_attention`."""
+        """Called when an attention's backward begins, inside `octavo.kernels.autograd.at_attention`."""
         self.traced: Any = None
-        """The thread's state that compiled code reads: of the one that has entered a context last."""
+        """The thread state that compiled code reads: that of the last thread that entered a context."""
         self.open_autocasts = 0
         """Outermost autocasts with FP8 that are open, on any thread, for a notice."""
 
         # The role of this process for others.
         self.rendezvous = itertools.count()
-        """Of its process groups: each has separate keys in the store."""
+        """Number of its process groups: each has separate keys in the store."""
         self.meetings = itertools.count()
-        """Of the worlds whose collective calls are watched."""
+        """Number of worlds with monitored collective calls."""
         self.calls: Any = None
-        """Those of the present world; ends with `octavo.shutdown`, or with the next world."""
+        """The monitored calls of the present world; ends with `octavo.shutdown`, or with the next world."""
         self.patience = 600.0
         """Longest wait for other ranks in such a call, in seconds; each `octavo.init` sets it."""
         self.rank_groups: dict[str, Any] = {}
@@ -116,11 +116,11 @@ class Process:
         self.started_jobs: list[Any] = []
         """(job, its supervisor, whether it is waited for), each told of when Python ends."""
         self.writes_whole = False
-        """Rank 0 runs another library's `save_pretrained`, which may call itself."""
+        """True while rank 0 runs another library's `save_pretrained`, which may call itself."""
         self.launcher: int | None = None
-        """Process that has started this one; set once."""
+        """The process that started this one; set once."""
         self.said: set[Any] = set()
-        """Messages that were logged and are not repeated."""
+        """Messages that were printed and are not repeated."""
 
 
 process = Process()

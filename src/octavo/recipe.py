@@ -1,6 +1,6 @@
 """Recipes of `octavo.fp8_autocast`, so that `from octavo.recipe import DelayedScaling` works as `octavo.recipe` does.
 
-`octavo.fp8.recipe` defines them, and has more names, for the layers.
+`octavo.fp8.recipe` defines them, with further names for the layers.
 """
 
 from octavo.fp8.recipe import (

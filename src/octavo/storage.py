@@ -1,9 +1,9 @@
-"""File helpers: names of paths, atomic writes, fsync, checksums, folder locks.
+"""File helpers: checks of paths, atomic writes, fsync, checksums, folder locks.
 
 Prepared data and checkpoints are written by jobs that may be killed at any moment, and read by other jobs that must never see
-half a file. So files appear by rename after an fsync, and locks belong to the kernel rather than to the presence of a file.
-POSIX only; no object stores: `local_path`, through which every path of a user goes, refuses their addresses. Without that
-`s3://bucket/run` would be a folder `s3:` here.
+a partial file. So files appear by rename after an fsync, and locks belong to the kernel, not to the presence of a file. POSIX
+only, without object stores: `local_path`, which checks every user's path, refuses their addresses; otherwise `s3://bucket/run`
+would be a folder `s3:`.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from octavo.errors import EXIT_FAILED, EXIT_INPUT, InputError
 
 _POLL_SECONDS = 0.1
 _LFS_POINTER, _LFS_SIZE = b"version https://git-lfs", 1024
-"""The beginning of a pointer of Git LFS, and the size that it stays below."""
+"""The first bytes of a Git LFS pointer, and its maximum size."""
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 """Errors of a full disk."""
 
 _PATHS = {
-    errno.ENOENT: "Make its folder first, or give another path.",
+    errno.ENOENT: "Create its folder first, or give another path.",
     errno.ENOTDIR: "A part of the path is a file. Give another path.",
     errno.EISDIR: "It is a folder, where a file is expected. Give another path.",
     errno.EEXIST: "Give another path.",
@@ -51,7 +51,7 @@ _PATHS = {
 
 
 _VARIABLE = re.compile(r"^\$([A-Za-z_]\w*|\{\w+\})(?=/|$)")
-"""A variable of the environment at the beginning of a path."""
+"""An environment variable at the beginning of a path."""
 _ADDRESS = re.compile(r"([A-Za-z][\w+.-]*):(?=$|[/\\:])")
 """The beginning of an address: `s3://`, `file:/` (a pathlib.Path takes a slash), `host:/`, `C:\\`, `simplecache::`."""
 _OF_THE_HUB = re.compile(
@@ -67,7 +67,7 @@ _FILE_SUFFIX = re.compile(
 def names_a_path(name: str) -> bool:
     """True if a name without a file or folder can only be a path: ids of the Hugging Face Hub are `name` or `owner/name`.
 
-    An id is a path too if it is a symbolic link, if there is a file or folder `owner`, or if it ends in the suffix of a file.
+    An id counts as a path if it is a symbolic link, if a file or folder `owner` exists, or if it has a file suffix.
     """
     path = Path(name)
     return (
@@ -80,7 +80,7 @@ def names_a_path(name: str) -> bool:
 
 
 def taken_for_a_path(name: str) -> str:
-    """For a message that a path does not exist: the reason, if it has the form of an id or goes through a file; else empty."""
+    """For a message about a missing path: the reason if it looks like an id or goes through a file; else empty."""
     path = Path(name)
     for part in (path, *path.parents):
         if part.is_dir():
@@ -88,7 +88,7 @@ def taken_for_a_path(name: str) -> str:
         if part.exists():
             return f" ({str(part)!r} is a file)"
         if part.is_symlink():
-            return f" ({str(part)!r} is a symbolic link to nothing, or to itself)"
+            return f" ({str(part)!r} is a broken symbolic link)"
     folder = path.parent
     if not _HUB_ID.fullmatch(name) or name.startswith(".") or _FILE_SUFFIX.search(name) or "/" not in name:
         return ""
@@ -98,18 +98,18 @@ def taken_for_a_path(name: str) -> str:
 
 
 def path_fault(text: str, *, hub: bool = False) -> str:
-    """The reason, with the remedy, for text that is no path of this machine: blank, or an address; else empty.
+    """The reason, with a remedy, why text is not a path of this machine (blank, or an address); else empty.
 
-    hub: ids of the Hugging Face Hub are taken too.
+    hub: ids of the Hugging Face Hub are accepted too.
     """
     if not text.strip():
         return "it is empty: give a path, or . for the current folder."
     if "\0" in text:
-        return "it has a null byte, which no path has: give another."
+        return "it has a null byte, which paths cannot have: give another."
     if variable := _VARIABLE.search(text):
         value = os.path.expandvars(text)
         way = f"write {value!r}" if value != text else "it is not set here, so write the path itself"
-        told = f"{variable[0]} is a variable, which a shell replaces and Octavo does not"
+        told = f"{variable[0]} is a variable, which a shell expands and Octavo does not"
         return f"{told}: {way}. A folder of that name is './{text}'."
     found = _ADDRESS.match(text.strip())
     if found is None:
@@ -120,11 +120,11 @@ def path_fault(text: str, *, hub: bool = False) -> str:
     if hub and (there := _OF_THE_HUB.fullmatch(text.strip())) and scheme in ("hf", "http", "https"):
         return f"it is an address: write the id itself, {there[1]!r}."
     if len(scheme) == 1:
-        return f"it is a path of Windows: write it as this system has it, such as '/mnt/{scheme}/…'."
+        return f"it is a Windows path: write this system's path, such as '/mnt/{scheme}/…'."
     here = name if name and ":" not in name else "run"
     way = " (for a bucket `aws s3 sync`, `gcloud storage rsync` or `azcopy`)"
     return (
-        f"it is an address ({found[1]}:), and files are read and written on file systems of this machine alone. Give a path, "
+        f"it is an address ({found[1]}:), and Octavo reads and writes only local file systems. Give a path, "
         f"such as {here!r}, and copy from or to the address{way}, or mount it. A folder of that name is './{text.strip()}'."
     )
 
@@ -141,13 +141,13 @@ def local_path(path: object, key: str) -> Path:
     """A user's path as a Path, with the home folder for ~. key: for the message, such as "train.output" or "--to".
 
     Raises:
-        InputError: it is no text or Path, is empty, is an address such as s3://…, or begins with the ~ of an unknown user.
+        InputError: it is not a string or Path, is empty, is an address such as s3://…, or begins with the ~ of an unknown user.
     """
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else path
     shown = f"{key}{_joint(key)}"
     if not isinstance(text, str):
         value = shortened(" ".join(repr(text).split()))
-        raise InputError(f"{shown}{value}: {type(text).__name__} is no path. Give one as text or a Path.")
+        raise InputError(f"{shown}{value}: {type(text).__name__} is not a path. Give a string or a Path.")
     if fault := path_fault(text):
         raise InputError(f"{shown}{shortened(text)!r}: {fault}")
     with path_of(key, text):
@@ -155,7 +155,7 @@ def local_path(path: object, key: str) -> Path:
 
 
 def _joint(key: str) -> str:
-    """Between a key and its value in a message; options have none."""
+    """The separator of key and value in a message; empty for options."""
     return " " if key.startswith("--") else " = "
 
 
@@ -166,10 +166,10 @@ def shortened(name: str) -> str:
 
 @contextlib.contextmanager
 def path_of(key: str, name: str) -> Iterator[None]:
-    """Names the key of the run file in a fault of its path, such as a too long name.
+    """Add the run file's key to errors about its path, such as a too long name.
 
     Raises:
-        InputError: in place of an OSError, and of pathlib's error for an unknown user.
+        InputError: replaces an OSError, and pathlib's error for an unknown user.
     """
     shown = f"{key}{_joint(key)}{shortened(name)!r}"
     try:
@@ -179,11 +179,11 @@ def path_of(key: str, name: str) -> Iterator[None]:
     except RuntimeError:
         if not name.startswith("~"):
             raise
-        raise InputError(f"{shown} cannot be used: there is no such user. Write the folder out.") from None
+        raise InputError(f"{shown} cannot be used: there is no such user. Write the full path.") from None
 
 
 def write_atomic(path: Path, data: bytes | str) -> None:
-    """Write a file atomically and durably: after a kill or a power cut `path` has the old content or all of the new.
+    """Write a file atomically and durably: after a kill or a power cut `path` has the old or the complete new content.
 
     Text is written as UTF-8. The folder must exist.
     """
@@ -197,7 +197,7 @@ def write_atomic(path: Path, data: bytes | str) -> None:
         temporary.replace(path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename is None:  # of a write, which knows its descriptor alone
+        if isinstance(error, OSError) and error.filename is None:  # from a write, which knows only its descriptor
             error.filename = str(path)
         raise
     fsync_folder(path.parent)
@@ -215,12 +215,12 @@ def use_umask(folder: Path) -> None:
 
 
 def fsync_folder(path: Path) -> None:
-    """Make a folder's entries durable: the fsync of a file does not cover its name."""
+    """Sync a folder's entries: the fsync of a file does not cover its name."""
     _fsync(path)
 
 
 def fsync_tree(path: Path) -> None:
-    """Make a folder durable with everything below it; children first, so that every durable name has its content."""
+    """Sync a folder with everything below it; children first, so that every durable name has its content."""
     for folder, _, files in os.walk(path, topdown=False):
         for name in files:
             _fsync(Path(folder, name))
@@ -236,7 +236,7 @@ def _fsync(path: Path) -> None:
 
 
 def is_lfs_pointer(path: Path) -> bool:
-    """True if Git LFS has left a pointer in the place of a file."""
+    """True if a file is a Git LFS pointer."""
     try:
         with path.open("rb") as file:
             return file.read(_LFS_SIZE + 1).startswith(_LFS_POINTER) and file.tell() < _LFS_SIZE
@@ -256,7 +256,7 @@ def why_unusable(error: OSError) -> str:
 
 
 def describe_fault(error: OSError) -> tuple[str, int]:
-    """A fault of the system in one line, and its exit code: 2 for a path that cannot be used, with the remedy."""
+    """A system error in one line, and its exit code: 2 for an unusable path, with the remedy."""
     if error.filename is not None and error.errno in NO_SPACE:
         free = free_bytes(Path(os.fsdecode(error.filename)))
         return f"no space for {str(error.filename)!r}: {free:,} bytes are free ({error.strerror}). Free some.", EXIT_FAILED
@@ -274,19 +274,19 @@ def free_bytes(path: Path) -> int:
 
 
 def folder_fault(path: Path) -> str:
-    """Why no folder exists or can be created at a path, with the remedy; empty if one can. Creates nothing."""
+    """Why a path is not and cannot become a folder, with the remedy; empty if it can. Creates nothing."""
     try:
         if path.is_dir():
             return ""
         if path.exists():
             return "it is a file. Give the path of a folder."
         if path.is_symlink():
-            return "it is a symbolic link to nothing, or to itself. Give another path."
+            return "it is a broken symbolic link. Give another path."
         above = next(folder for folder in path.absolute().parents if folder.exists() or folder.is_symlink())
     except OSError as error:
         return why_unusable(error)
     if not above.is_dir():
-        what = "a file" if above.exists() else "a symbolic link to nothing, or to itself"
+        what = "a file" if above.exists() else "a broken symbolic link"
         return f"{str(above)!r} is {what}. Give another path."
     writable = os.access(above, os.W_OK | os.X_OK)
     return "" if writable else f"{str(above)!r} cannot be written. Change its permissions, or give another path."
@@ -304,7 +304,7 @@ def check_file(path: Path, option: str, suffix: str) -> None:
     if path.is_dir():
         raise InputError(f"{option} {path} is a folder: give the name of a file in it.")
     if not path.parent.is_dir():
-        raise InputError(f"{option} {path}: there is no folder {str(path.parent)!r}. Make it first, or give another path.")
+        raise InputError(f"{option} {path}: there is no folder {str(path.parent)!r}. Create it first, or give another path.")
     check_writable(path, option)
 
 
@@ -329,13 +329,13 @@ def check_folder(folder: Path, option: str) -> None:
 
 
 def _unwritable(folder: Path, name: str) -> str:
-    """The reason, with the remedy, for a folder that could not hold a file of this name; empty if it could. Leaves nothing."""
+    """Why a file of this name cannot be created in a folder, with the remedy; empty if it can. Leaves nothing behind."""
     if fault := folder_fault(folder):
         return fault
     above = next(one for one in (folder, *folder.parents) if one.exists())
     try:
-        # Permissions do not tell of /proc, a quota, or root on a network's disk: a file is created. Its name is as long as the
-        # temporary one of `write_atomic`.
+        # Permissions do not reflect /proc, quotas, or root on network disks, so a file is created. Its name is as long as
+        # `write_atomic`'s temporary one.
         with tempfile.NamedTemporaryFile(dir=above, prefix=f".{name}.", suffix=f"-{os.getpid()}.tmp"):
             return ""
     except FileNotFoundError:
@@ -345,7 +345,7 @@ def _unwritable(folder: Path, name: str) -> str:
 
 
 def new_folder(path: Path, key: str) -> Path:
-    """The path of a new or empty folder, with the home folder for ~; makes nothing. key: for the message.
+    """The path of a new or empty folder, with the home folder for ~; creates nothing. key: for the message.
 
     Raises:
         InputError: it is a file or holds files, or cannot be created.
@@ -356,7 +356,7 @@ def new_folder(path: Path, key: str) -> Path:
         if not fault and path.is_dir() and any(path.iterdir()):
             fault = "it is not empty. Give the path of a new folder."
     except RuntimeError:
-        fault = "there is no such user. Write the folder out."
+        fault = "there is no such user. Write the full path."
     except OSError as error:
         fault = why_unusable(error)
     if fault:
@@ -378,7 +378,7 @@ class FolderLock:
         self.path = Path(path)
         self._file = self.path / ".lock"
         self._wait_seconds = wait_seconds
-        # With a callback filelock refuses a file system without flock, rather than to lock by the presence of a file.
+        # With a callback, filelock refuses a file system without flock instead of locking by a file's presence.
         self._lock = FileLock(self._file, thread_local=False, poll_interval=_POLL_SECONDS, on_acquired=_write_holder)
 
     def __enter__(self) -> FolderLock:
@@ -388,7 +388,7 @@ class FolderLock:
                 self._lock.acquire(max(0.0, deadline - time.monotonic()))
             except Timeout:
                 raise InputError(self._in_use()) from None
-            except FileNotFoundError:  # the last holder has just removed the folder; the next acquire creates it
+            except FileNotFoundError:  # the previous holder just removed the folder; the next acquire creates it
                 self.path.mkdir(parents=True, exist_ok=True)  # raises where no folder can be created, as in /proc
                 if removed and time.monotonic() > deadline:
                     raise

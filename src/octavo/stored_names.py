@@ -1,8 +1,8 @@
-"""The names of parameters in files: those that the layers had when they held norm and product in one module.
+"""The names of parameters in files: those of layers that hold norm and product in one module.
 
-A decoder's parameters are named as Hugging Face's are (`octavo.nn.plain_names`), so that everyone's rules of names hold for
-them. Checkpoints, state dicts by SMP's names and the counters of initial weights have the names from before: older files load,
-older versions load newer files, and a seed gives the same weights. No torch here, as in the tables of families.
+A decoder's parameters are named like Hugging Face's (`octavo.nn.plain_names`), so that everyone's naming rules work for them.
+Checkpoints, state dicts with SMP's names and the counters of initial weights have the stored names: older files load, older
+versions load newer files, and a seed gives the same weights. No torch is imported, as in the tables of families.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _STORED = tuple(
         (r"moe(?=\.|$)", "layernorm_moe"),
     )
 )
-"""Plain name inside of a layer → the stored one; the first that is found."""
+"""Pattern of a plain name in a layer → the stored one; the first match applies."""
 
 
 def stored_name(name: str) -> str:
-    """The stored name of a parameter, or of a module, in a model all of whose layers have plain names."""
+    """The stored name of a parameter, or of a module, in a model whose layers all have plain names."""
     for pattern, stored in _STORED:
         found, count = pattern.subn(stored, name, count=1)
         if count:

@@ -1,19 +1,19 @@
-"""The one supervisor of child processes: starts, signals and ends them, orphans included; and identity of processes on a host.
+"""The supervisor of child processes: starts, signals and ends them, orphans included; identifies processes on a host.
 
 The ranks of a host (`octavo.watchdog.launcher`) and the job of an estimator (`octavo.launch.supervisor`) are started by a
 `Supervisor`, which gives both the same:
 
-    this process ends, also by kill -9    the kernel kills each process that it has started
-    it ended while one was starting       that one notices, before it runs anything
-    a signal that asks to stop            each process gets it once, also one that is started later
+    this process ends, also by kill -9    the kernel kills each process that it started
+    it ended while one was starting       the new process detects it before it runs anything
+    a signal that asks to stop            each process gets it once, also processes started later
     Ctrl-C in a terminal                  comes only from here: each process has a separate process group
     a process ignores the signal          it is killed after `patience`
     an exception here                     every process is killed and waited for
     processes left behind                 adopted, also from other sessions; reaped when they end, killed at the end
 
-What a signal means, which exit code counts and how long others may take after one has ended is the caller's. Output goes where
-the caller says: to a file, or to this process's output. Linux alone has the calls for an end with the parent and for
-adoption; elsewhere the rest holds. No torch, and no thread.
+The caller decides what a signal means, which exit code counts, and how long others may take after one has ended. Output goes to
+a file, or to this process's output. Only Linux has the calls for an end with the parent and for adoption; elsewhere the rest
+holds. No torch, and no thread.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from typing import IO, Any
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 1, 36, 37
 _POLL_SECONDS = 0.05
 _LONGEST_CHAIN = 100
-"""Rounds of ending orphans: a process becomes a child of this one when its parent has ended."""
-_NAMES = {int(number): number.name for number in signal.Signals}  # those of real time have none
+"""Most rounds of ending orphans: a process becomes a child of this one only after its parent ends."""
+_NAMES = {int(number): number.name for number in signal.Signals}  # real-time signals have none
 
 NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
-"""Signals without a fixed meaning, which schedulers send some time before the end; they end a process by default."""
+"""User signals, which schedulers send some time before the end; by default they end a process."""
 
 
 class StopHandler:
-    """Whose methods handle signals that ask to stop: another of these may take the signals over."""
+    """Base of handlers of stop signals: another handler may replace this one."""
 
 
 def stop_signals() -> list[signal.Signals]:
-    """The signals that ask a run of this process to stop: without those that it ignores, or has another use for."""
+    """The signals that stop a run of this process, except those that it ignores or uses otherwise."""
     hangup = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]
     return [signal.SIGTERM, signal.SIGINT, *hangup, *(number for number in NOTICES if _is_free(number))]
 
@@ -58,7 +58,7 @@ def _is_free(number: signal.Signals) -> bool:
 
 
 def signal_name(number: int) -> str:
-    """SIGTERM, or "signal 40" of one without a name."""
+    """A signal's name, such as SIGTERM, or "signal 40" without a name."""
     return _NAMES.get(number, f"signal {number}")
 
 
@@ -68,16 +68,16 @@ class Supervisor(StopHandler):
     Other children of this process are left alone if they are older, or in its process group.
 
     Args:
-        sends: the signal that processes get whichever comes, and once; None: each gets what comes, as often as it comes.
+        sends: the signal that processes get, once, whichever arrives; None: each gets every signal that arrives.
         patience: seconds that processes may take to end after the first signal.
-        always: SIGTERM and SIGINT are handled also where this process has inherited that they are ignored.
+        always: handle SIGTERM and SIGINT even if this process inherited that they are ignored.
     """
 
     def __init__(self, *, sends: signal.Signals | None = None, patience: float = math.inf, always: bool = False) -> None:
         self.asked: list[signal.Signals] = []
-        """Signals that the processes get, in order."""
+        """Signals to send to the processes, in order."""
         self.codes: dict[int, int] = {}
-        """Place of a process in the order of starts → its exit code, in the order of ends; below 0 for a signal."""
+        """Index of a process in start order → exit code, in the order of ends; negative for a signal."""
         self._sends, self._patience, self._always = sends, patience, always
         self._deadline = math.inf
         self._processes: list[_Supervised] = []
@@ -88,12 +88,12 @@ class Supervisor(StopHandler):
     def __enter__(self) -> Supervisor:
         """Handle signals, and adopt orphans; on the main thread, since Python handles signals there.
 
-        The kernel ends the processes with the thread that has started them.
+        The kernel ends the processes with the thread that started them.
         """
         for number in stop_signals():
             if self._always or signal.getsignal(number) != signal.SIG_IGN:
                 self._previous[number] = signal.signal(number, self._on_signal)
-        # Processes inherit it: one that is not in the terminal's foreground group is else stopped where `stty tostop` is set.
+        # Inherited: otherwise `stty tostop` would stop processes outside the terminal's foreground group.
         self._previous[signal.SIGTTOU] = signal.signal(signal.SIGTTOU, signal.SIG_IGN)
         self._older = set(children(os.getpid()))
         self._adopted_before = _adopt_orphans(True)
@@ -117,15 +117,15 @@ class Supervisor(StopHandler):
 
         Args:
             command: program and arguments.
-            environment: all its variables.
-            folder: where it runs; None: here.
+            environment: its complete environment.
+            folder: its working directory; None: this one.
             output: file of its stdout and stderr; None: those of this process.
         """
         self._processes.append(_Supervised(command, environment, folder, output))
         self._processes[-1].send(self.asked)
 
     def wait(self) -> Iterator[list[int]]:
-        """Mind the processes until all have ended; yields, 20 times a second, the exit codes of those that ended since."""
+        """Supervise the processes until all have ended; yields new exit codes 20 times a second."""
         while len(self.codes) < len(self._processes):
             ended = {
                 place: code
@@ -140,7 +140,7 @@ class Supervisor(StopHandler):
             time.sleep(_POLL_SECONDS)
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """Send a signal to every process, as if it had come from outside."""
+        """Send a signal to every process, as if it had arrived from outside."""
         number = self._sends or number
         if self._sends is None or not self.asked:
             self.asked.append(number)
@@ -149,7 +149,7 @@ class Supervisor(StopHandler):
             each.send(self.asked)
 
     def terminate(self) -> None:
-        """Send SIGTERM to the processes that run, which is no stop of the whole."""
+        """Send SIGTERM to the running processes, without marking the whole as stopped."""
         for each in self._processes:
             each.process.terminate()
 
@@ -159,7 +159,7 @@ class Supervisor(StopHandler):
             each.process.kill()
 
     def end(self) -> None:
-        """Kill the processes that run, and all that was left behind, and wait for them."""
+        """Kill the running processes and all orphans, and wait for them."""
         self.kill()
         for each in self._processes:
             each.process.wait()
@@ -179,17 +179,17 @@ class Supervisor(StopHandler):
         self.stop(signal.Signals(number))
 
     def _reap(self) -> None:
-        """Collect the adopted processes that have ended: a long job would fill the table of processes."""
+        """Reap adopted processes that have ended: a long job would fill the process table."""
         with contextlib.suppress(ChildProcessError):
             if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 return
-            # It tells of one child alone, perhaps of one that other code has yet to wait for.
+            # It reports one child, possibly one that other code still has to wait for.
             for pid in children(os.getpid()):
                 if self._is_left(pid):
                     os.waitpid(pid, os.WNOHANG)
 
     def _is_left(self, pid: int) -> bool:
-        """True for a child that no code of this process has started: an adopted one."""
+        """True for an adopted child, which no code of this process started."""
         started = {each.process.pid for each in self._processes if each.process.returncode is None}
         with contextlib.suppress(ProcessLookupError):
             return pid not in started | self._older and os.getpgid(pid) != os.getpgrp()
@@ -197,7 +197,7 @@ class Supervisor(StopHandler):
 
 
 class _Supervised:
-    """A process, and how many of its supervisor's signals it has been sent."""
+    """A process, and the number of its supervisor's signals sent to it."""
 
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], folder: Path | None, output: IO[bytes] | None
@@ -209,13 +209,13 @@ class _Supervised:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=None if output is None else subprocess.STDOUT,
-            process_group=0,  # a terminal sends Ctrl-C to a whole group, so it would come twice
-            preexec_fn=partial(die_with_parent, os.getpid()),  # the caller has no other thread yet
+            process_group=0,  # a terminal sends Ctrl-C to a whole group, so it would arrive twice
+            preexec_fn=partial(die_with_parent, os.getpid()),  # the caller has no other threads yet
         )
         self._sent = 0
 
     def send(self, signals: Sequence[signal.Signals]) -> None:
-        """Send those of all signals that were not sent before; a signal handler may interrupt it."""
+        """Send the signals that were not sent yet; a signal handler may interrupt this."""
         while self._sent < len(signals):
             number = signals[self._sent]
             self._sent += 1
@@ -225,7 +225,7 @@ class _Supervised:
 def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
     """Have the kernel send this process a signal when the thread that started it ends (Linux only).
 
-    parent: the process of that thread; the signal comes at once if it has ended.
+    parent: the process of that thread; if it has ended, the signal is sent at once.
     """
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
@@ -254,19 +254,19 @@ def children(parent: int) -> list[int]:
 
 
 def fields_of(stat: Path | str) -> list[bytes]:
-    """The kernel's figures of a process or thread behind its name: state, parent, process group, …; OSError without one."""
+    """The fields of a process's or thread's stat file after its name: state, parent, process group, …; OSError without one."""
     return Path(stat).read_bytes().rpartition(b")")[2].split()
 
 
 def boot_id() -> str:
-    """The machine's start; empty if the kernel does not tell."""
+    """An id of the machine's boot; empty if the kernel does not provide one."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return ""
 
 
 def start_time(pid: int) -> int | None:
-    """Start time of a living process in the kernel's ticks; 0 if the kernel does not tell, None if the process is dead."""
+    """Start time of a living process in the kernel's ticks; 0 if unknown, None if the process is dead."""
     if not Path("/proc/self/stat").exists():
         try:
             os.kill(pid, 0)
@@ -283,7 +283,7 @@ def start_time(pid: int) -> int | None:
 
 
 class Process:
-    """A process of this host; its start time tells it from a later one with the same pid.
+    """A process of this host; its start time distinguishes it from a later one with the same pid.
 
     A process descriptor (`pidfd_open`) becomes readable the moment the process dies, and no signal through it reaches a later
     process.

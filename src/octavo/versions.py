@@ -1,7 +1,7 @@
 """The versions of PyTorch, Triton and transformers with which every test of Octavo has passed.
 
-Octavo uses private parts of them, which `tests/contract` lists: another version can lack one, or change what it does. pip
-refuses versions out of these ranges; an environment that was put together by other means may have one.
+Octavo uses private parts of them, which `tests/contract` lists: another version can lack one, or change it. pip refuses
+versions outside these ranges; an environment built by other means may have one.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ CALLED = {
         "transformers.PretrainedConfig._experts_implementation",
     ),
 }  # fmt: skip
-"""Package → the private names of `tests/contract` without which some training fails in a step, or at its end."""
+"""Package → private names from `tests/contract` whose absence would fail a training only during or after its steps."""
 
 
 def requirement(package: str) -> str:
@@ -60,7 +60,7 @@ def requirement(package: str) -> str:
 
 
 def untested(package: str) -> str | None:
-    """The sentence about an installed version out of the range, with the command for one within; None within or without one."""
+    """A sentence about an installed version outside the range; None if it is inside, or not installed."""
     try:
         version = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -74,7 +74,7 @@ def untested(package: str) -> str | None:
 
 @functools.cache
 def lacking() -> str | None:
-    """The sentence about an installed package that lacks one of `CALLED`, with the versions that have it; None without one."""
+    """A sentence about an installed package that lacks a name in `CALLED`, with versions that have it; else None."""
     for package, names in CALLED.items():
         for name in names:
             try:
@@ -85,11 +85,11 @@ def lacking() -> str | None:
 
 
 def broken(error: BaseException) -> str | None:
-    """The sentence about the private name that an import or an access did not find; None for any other error."""
+    """A sentence about the private name that an import or access did not find; None for other errors."""
     if isinstance(error, ImportError):
         found = re.match(r"cannot import name '(\w+)'", str(error))
         name = f"{error.name}.{found[1]}" if found else str(error.name)
-        private = "." in name  # all that Octavo imports from within these packages is listed in tests/contract
+        private = "." in name  # everything that Octavo imports from inside these packages is listed in tests/contract
     elif isinstance(error, AttributeError):
         owner = error.obj if hasattr(error.obj, "__name__") else type(error.obj)
         module = "" if hasattr(owner, "__spec__") else f"{owner.__module__}."

@@ -344,7 +344,7 @@ def test_if_none_is_whole_it_stops_with_exit_1_rather_than_start_from_zero(three
     checkpoints, *_, messages = three
     for number in (1, 2, 3):
         shard(checkpoints.folder / f"step-{number}").unlink()
-    with pytest.raises(OctavoError, match=r"no checkpoint .* is whole .*step-3, step-2, step-1") as error:
+    with pytest.raises(OctavoError, match=r"no checkpoint .* is complete .*step-3, step-2, step-1") as error:
         checkpoints.latest()
     assert error.value.exit_code == 1
     assert len(messages) == 3

@@ -111,6 +111,6 @@ def test_what_is_no_optimizer_is_refused_by_name(tmp_path, call):
             call(tmp_path / "x", model, given)
     with pytest.raises(InputError, match=r"model is of type list: give one module"):
         call(tmp_path / "x", [model], first)
-    with pytest.raises(InputError, match=r"path = .* is no path"):
+    with pytest.raises(InputError, match=r"path = .* is not a path"):
         call(model, tmp_path / "x", first)
     assert list(tmp_path.iterdir()) == []

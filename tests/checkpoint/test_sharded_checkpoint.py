@@ -148,7 +148,7 @@ def test_all_ranks_fall_back_together_and_fail_together(tmp_path):
     found = ranks.run(3, rank_saving.look, tmp_path)
     (kind, text), *others = [where for where, *_ in found]
     assert kind is OctavoError
-    assert "is whole (step-3, step-2, step-1)" in text
+    assert "is complete (step-3, step-2, step-1)" in text
     assert others == [(OctavoError, f"rank 0 of 3: {text}")] * 2
 
 

@@ -186,7 +186,10 @@ def test_configuration_of_a_dict_a_file_and_the_estimator(tsm, tmp_path, monkeyp
             tsm.init()
     for config, fault in (
         ({"tensor_parallel_degree": 2}, "tensor 2 does not divide the world of 1"),
-        ({"tensor_parallel_degree": 2, "expert_parallel_degree": 3}, "an expert group is a part of a tensor group, or several"),
+        (
+            {"tensor_parallel_degree": 2, "expert_parallel_degree": 3},
+            "an expert group must be a part of a tensor group, or several groups",
+        ),
         ({"expert_parallel_degree": 8}, "do not fit 1 rank:"),
         ({"context_parallel_degree": 2}, "do not fit 1 rank:"),
         (tmp_path / "none.json", "cannot be read"),

@@ -199,7 +199,7 @@ def test_what_tensor_ranks_do_not_share_is_refused_by_the_scripts_key():
             "norm": "octavo.clip_grad_norm_(model, max_norm) counts each element once",
             "samples": "share each sequence (tensor_parallel_degree) were given different ones",
             "degrees": "tensor 3 does not divide the world of 2",
-            "both": "an expert group is a part of a tensor group, or several. Set expert_parallel_degree to 2 or 4",
+            "both": "an expert group must be a part of a tensor group, or several groups. Set expert_parallel_degree to 2 or 4",
         }.items():
             assert part in found[name], (name, found[name])
             assert "parallel." not in found[name], found[name]

@@ -257,7 +257,7 @@ def test_no_whole_checkpoint_is_exit_1_and_never_a_start_from_zero(octavo, tiny_
     (run.output / "checkpoints" / "step-4" / "state.json").write_text("")
     process = octavo("train", run.file)
     assert process.wait() == 1
-    assert "is whole (step-12, step-8, step-4)" in process.stderr
+    assert "is complete (step-12, step-8, step-4)" in process.stderr
     assert "Traceback" not in process.stderr
     assert curve(run.output) == before
 

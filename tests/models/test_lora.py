@@ -291,7 +291,7 @@ def test_adapters_of_another_base_or_another_kind_are_refused_with_the_shapes(tm
     for key, value in {"use_dora": True, "bias": "all", "init_lora_weights": "pissa", **other_keys}.items():
         (folder / "adapter_config.json").write_text(json.dumps(config | {key: value}))
         refused(key, from_folder, folder)
-    refused("no folder of PEFT's", from_folder, tmp_path)
+    refused("not a PEFT folder", from_folder, tmp_path)
 
 
 VARIANTS = {

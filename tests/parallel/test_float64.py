@@ -48,5 +48,5 @@ def test_every_recipe_computes_in_float64(recipe):
 def test_float64_is_for_activations_and_parameters_together():
     model = torch.nn.Sequential(torch.nn.Linear(16, 16))
     for settings in ({"params_dtype": torch.float64}, {"dtype": torch.float64, "params_dtype": torch.float32}):
-        with pytest.raises(InputError, match=r"torch\.float64 is for both, and for CPUs"):
+        with pytest.raises(InputError, match=r"set torch\.float64 for both, on a CPU"):
             octavo.transform(model, **settings)

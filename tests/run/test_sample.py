@@ -140,7 +140,7 @@ def test_a_long_prompt_ends_at_the_models_positions(model_folder):
         ({"top_p": 0}, "top_p = 0"),
         ({"top_p": 1.5}, "top_p = 1.5"),
         ({"seed": -1}, "seed = -1"),
-        ({"checkpoint": "step-1"}, "no checkpoints"),
+        ({"checkpoint": "step-1"}, "without checkpoints"),
     ],
 )
 def test_wrong_options_are_refused(arguments, words, model_folder):

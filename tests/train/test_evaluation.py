@@ -211,7 +211,7 @@ def test_what_an_evaluation_may_not_do_is_refused_by_its_name(functions, tiny_ru
         (f"train.eval={functions}:disturbin", "Did you mean 'disturbing'"),
         (f"train.eval={functions}:other", "cannot be called with model and step"),
         ("train.eval=nowhere.py:other", "there is no file"),
-        ("train.eval=my_eval.other", "is no function of a file and no task"),
+        ("train.eval=my_eval.other", "is neither a function nor a task"),
         (f'train.eval=["{functions}:ranked", "{functions}:ranked"]', "is listed twice"),
         ("train.eval=lm-eval:arc", "needs lm-eval: pip install 'octavo[eval]'"),
         ("checkpoint.best=evaluation/acc", "needs checkpoint.best_is"),

@@ -269,7 +269,7 @@ def test_a_run_that_ends_on_no_number_names_its_checkpoint(tiny_run, capsys):
     assert main(["train", str(run.file), "optimizer.lr=1e30", "optimizer.clip=0", "optimizer.schedule=constant"]) == 1
     err = capsys.readouterr().err
     (newest, *_) = sorted(steps_kept(run.output), reverse=True)
-    assert f"The checkpoint of step {newest} is kept" in err
+    assert f"The checkpoint of step {newest} remains" in err
     assert "set another train.output" in err
     assert len(losses(run.output)) == newest
 
@@ -686,4 +686,4 @@ def test_weights_with_a_tokenizer_trained_here_are_said(tiny_run, tmp_path, caps
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source)).save_pretrained(source)
     (source / "tokenizer.json").write_text("{}")
     assert main(["train", str(run.file), "model.load=true"]) == 0
-    assert f"data.tokenizer = {str(source)!r} has theirs" in " ".join(capsys.readouterr().out.split())
+    assert f"data.tokenizer = {str(source)!r} is their tokenizer" in " ".join(capsys.readouterr().out.split())

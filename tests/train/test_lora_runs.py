@@ -183,7 +183,7 @@ def test_an_export_says_how_the_base_was_changed(tiny_run, tmp_path, capsys):
         ("alpha = 8.0", ("lora.alpha = 8.0", "lora.rank")),
         ("rank = 0", ("lora.rank = 0",)),
         ("r = 8", ("unknown key lora.r.", "Did you mean lora.rank?")),
-        ('rank = 4\nload = "nowhere"', ("nowhere", "no folder of PEFT's")),
+        ('rank = 4\nload = "nowhere"', ("nowhere", "not a PEFT folder")),
     ],
 )
 def test_a_mistake_is_one_message_and_exit_code_2(lines, words, tiny_run, capsys):

@@ -102,10 +102,10 @@ def test_steps_of_a_key():
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ([scheduled(frist_3="*")], "'frist 3' names no steps: write \"first 100\""),
-        ([scheduled(first_0="*")], "'first 0' names no steps"),
-        (['fp8.schedule={ "first 2.5" = "*" }'], "'first 2.5' names no steps"),
-        (['fp8.schedule={ "last 101%" = "*" }'], "'last 101%' names no steps"),
+        ([scheduled(frist_3="*")], "'frist 3' is not a range of steps: write \"first 100\""),
+        ([scheduled(first_0="*")], "'first 0' is not a range of steps"),
+        (['fp8.schedule={ "first 2.5" = "*" }'], "'first 2.5' is not a range of steps"),
+        (['fp8.schedule={ "last 101%" = "*" }'], "'last 101%' is not a range of steps"),
         (['fp8.schedule={ "first 2" = "layers.0.atention" }'], "fp8.schedule pattern 'layers.0.atention' matches no FP8 layer"),
         ([scheduled(first_5="*"), PLAIN], "fp8.schedule"),
     ],

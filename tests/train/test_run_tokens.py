@@ -88,7 +88,7 @@ def test_documents_the_config_and_generation_end_in_one_token(made, tmp_path, ca
 @pytest.mark.parametrize(
     ("keys", "role", "words"),
     [
-        ({"config": {"eos_token_id": 9}}, "eos_token_id", ["config.json has 9 (no special token of it)", "take 2,"]),
+        ({"config": {"eos_token_id": 9}}, "eos_token_id", ["config.json has 9 (not one of its special tokens)", "take 2,"]),
         ({"config": {"eos_token_id": None}}, "eos_token_id", ["config.json has none", "take 2,"]),
         ({"config": {"bos_token_id": 3}}, "bos_token_id", ["config.json has 3 ('<|im_end|>')", "has 1 ('<s>')", "take 1,"]),
         ({"config": {"pad_token_id": 0}}, "pad_token_id", ["config.json has 0 ('<unk>')", "has 4 ('<pad>')"]),

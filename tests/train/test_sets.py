@@ -133,7 +133,7 @@ def test_bad_sets_are_refused(tiny_run, sets, tmp_path, capsys):
     assert "Did you mean 'second'" in refused(*sets, "checkpoint.best=sceond", "train.validate_every=1")
     only = refused(*sets, "checkpoint.best=true", "train.validate_every=1", "data.validation_fraction=0.0")
     assert "there are only named sets: set checkpoint.best to the name of one of first, second" in only
-    assert "other characters" in refused('data.validation={ "a/b" = "x.jsonl" }')
+    assert "only letters and digits" in refused('data.validation={ "a/b" = "x.jsonl" }')
     assert "a set is a source, or" in refused('data.validation={ a = { sourc = "x.jsonl" } }')
     assert main(["train", str(tiny.file), *sets, "train.steps=1", "optimizer.schedule=constant"]) == 0
     source = Path(sets[0].split('"')[1])

@@ -259,7 +259,7 @@ def test_a_moved_run_is_the_one_that_continues(tiny_run, tmp_path, capsys):
     moved = tmp_path / "moved"
     run.output.rename(moved)
     assert main(["train", str(moved / "run.toml"), "train.steps=6"]) == 0
-    assert "is of the run in its folder" in capsys.readouterr().err
+    assert "belongs to the run in its folder" in capsys.readouterr().err
     assert len(losses(moved)) == 6
     assert not run.output.exists()
 

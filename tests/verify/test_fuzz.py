@@ -132,7 +132,7 @@ def test_a_closed_stderr_changes_no_exit_code(monkeypatch):
         ([], "no run file"),
         (["--fuzz", "2", "run.toml"], "leave run.toml out"),
         (["--seed", "2", "run.toml"], "give --fuzz 1"),
-        (["--ranks", "1", "run.toml"], "--ranks 1: a layout has 2 ranks or more"),
+        (["--ranks", "1", "run.toml"], "--ranks 1: a layout needs at least 2 ranks"),
         (["--ranks", "100000", "run.toml"], "Give --ranks 256 or less"),
         (["--fuzz", "1", "--ranks", "257"], "Give --ranks 256 or less"),
     ],

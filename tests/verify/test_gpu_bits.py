@@ -104,8 +104,8 @@ def test_patterns_of_single_layers_and_adapters_from_elsewhere():
 
 def test_without_gpus_it_is_refused(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(InputError, match=r"--gpu: 0 GPUs are at hand, and --ranks is 2\. Without --gpu"):
+    with pytest.raises(InputError, match=r"--gpu: there are 0 GPUs, and --ranks is 2\. Without --gpu"):
         gpu.verify_on_gpus(few(2), 2)
     assert main(["verify", "presets/demo.toml", "--gpu", "--output", str(tmp_path / "verify.json")]) == 2
-    assert "0 GPUs are at hand. Without" in capsys.readouterr().err
+    assert "there are 0 GPUs. Without" in capsys.readouterr().err
     assert not (tmp_path / "verify.json").exists()

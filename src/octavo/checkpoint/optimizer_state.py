@@ -68,9 +68,9 @@ def _of_whole(name: str, states: dict[str, Any], block: Block | None) -> dict[st
         if isinstance(value, torch.Tensor) and value.dim():
             if tuple(value.shape) != block.local.local_shape:
                 raise InputError(
-                    f"the optimizer's state {key!r} of {name} is {list(value.shape)}: for a parameter of {list(block.shape)} with "
-                    f"parts on ranks, a checkpoint stores numbers and states of its elements ({list(block.local.local_shape)} on "
-                    "this rank). Save without the optimizer."
+                    f"the optimizer's state {key!r} of {name} is {list(value.shape)}: for a parameter of {list(block.shape)} "
+                    "with parts on ranks, a checkpoint stores numbers and states of its elements "
+                    f"({list(block.local.local_shape)} on this rank). Save without the optimizer."
                 )
             found[key] = with_block(value, block)
     return found

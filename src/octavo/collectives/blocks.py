@@ -554,8 +554,9 @@ def _take(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> Non
             value = value.full_tensor()  # from `set_model_state_dict(full_state_dict=True)`
         if has_part(value) or tuple(value.shape) != block.shape:
             raise InputError(
-                f"load_state_dict: {key} is {list(value.shape)}, and this rank needs its ranges of {list(block.shape)}: give "
-                "state_dict() of a model with the same ranges, or whole tensors; octavo.load reads checkpoints of other layouts."
+                f"load_state_dict: {key} is {list(value.shape)}, and this rank needs its ranges of {list(block.shape)}: "
+                "give state_dict() of a model with the same ranges, or whole tensors; octavo.load "
+                "reads checkpoints of other layouts."
             )
         part = BlockTensor(
             torch.empty_like(parameter, dtype=value.dtype, device=value.device if parameter.is_meta else None), block

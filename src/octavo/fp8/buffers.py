@@ -293,8 +293,8 @@ class ScaleBuffer:
                 named.append(waiting.name)
         if named:
             warn(
-                f"FP8: {some(named)} {'has' if len(named) == 1 else 'have'} no scale after {_UPDATES} updates: the amaxes are 0, "
-                "or one in the history is not finite. Until a scale exists, each cast first measures its tensor, and "
+                f"FP8: {some(named)} {'has' if len(named) == 1 else 'have'} no scale after {_UPDATES} updates: the amaxes are "
+                "0, or one in the history is not finite. Until a scale exists, each cast first measures its tensor, and "
                 "octavo.graphed records no graph."
             )
 

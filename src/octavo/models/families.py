@@ -318,8 +318,8 @@ def with_moe(spec: ModelSpec | None, config: Any, moe: MoeConfig | None) -> Mode
     if moe is None or not moe.given:
         if spec is not None and spec.balance and not spec.mixtures:
             raise InputError(
-                "model.config.output_router_logits = true: no layer has experts (mlp_only_layers, decoder_sparse_step), so there "
-                "is no router to balance. Set it to false."
+                "model.config.output_router_logits = true: no layer has experts (mlp_only_layers, decoder_sparse_step), so "
+                "there is no router to balance. Set it to false."
             )
         return spec
     settings = ", ".join(f"moe.{key} = {json.dumps(value)}" for key, value in moe.given.items())

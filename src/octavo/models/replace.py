@@ -146,8 +146,8 @@ def refuse_hooks(model: nn.Module, prefix: str = "", *, meta: bool = False) -> N
                 method = "register_hook" if kind == "backward_hooks" else "register_post_accumulate_grad_hook"
                 hook = next(iter(found.values()))
                 raise InputError(
-                    f"{name} has a hook ({getattr(hook, '__qualname__', hook)}, by {method}), but another tensor will replace the "
-                    "parameter, and the hook would never run. Register it on the parameters of the trained model: after "
+                    f"{name} has a hook ({getattr(hook, '__qualname__', hook)}, by {method}), but another tensor will replace "
+                    "the parameter, and the hook would never run. Register it on the parameters of the trained model: after "
                     "octavo.transform, or after sharding."
                 )
 

@@ -164,6 +164,6 @@ def check_blocks(model: nn.Module) -> None:
     built = vars(model).get(_AS_BUILT)
     if built is not None and (different := difference_from(model.get_submodule("blocks"), built)):
         raise InputError(
-            f"blocks: {different}. A file under timm's names would load as another model: restore the blocks, or save the model "
-            "unchanged by octavo.save(path, model)."
+            f"blocks: {different}. A file under timm's names would load as another model: restore the blocks, or save the "
+            "model unchanged by octavo.save(path, model)."
         )

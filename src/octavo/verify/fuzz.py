@@ -187,8 +187,8 @@ def _refuse_to_lose(path: Path, seed: int, count: int) -> None:
         first, last = min(numbers), max(numbers)
         of_all = f"--fuzz {max(last, seed + count - 1) - min(first, seed) + 1} --seed {min(first, seed)}"
         raise InputError(
-            f"--resume: {path} has cases {first} to {last}, but {seed} to {seed + count - 1} are requested: the others would be "
-            f"lost. Give {of_all}, or another --output."
+            f"--resume: {path} has cases {first} to {last}, but {seed} to {seed + count - 1} are requested: the others would "
+            f"be lost. Give {of_all}, or another --output."
         )
 
 
@@ -205,8 +205,8 @@ def _equal_cases(path: Path) -> dict[tuple[int, str], dict[str, Any]]:
         return {(case["seed"], case["case"]): case for case in cases if case["fault"] is None}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(
-            f"--resume: {path} is not a report of octavo verify --fuzz ({type(error).__name__}: {error}): leave --resume out, or "
-            "give another --output."
+            f"--resume: {path} is not a report of octavo verify --fuzz ({type(error).__name__}: {error}): leave --resume out, "
+            "or give another --output."
         ) from None
 
 
