@@ -163,8 +163,8 @@ def check_fuzz(
         raise InputError(f"--ranks {ranks}: a layout needs at least 2 ranks, to be compared with fewer.")
     if ranks is not None and ranks > MOST_CPU_RANKS and not gpu:
         raise InputError(
-            f"--ranks {ranks}: octavo verify starts at most {MOST_CPU_RANKS} processes. Give --ranks {MOST_CPU_RANKS} or less: two "
-            "shards and two replicas verify any number."
+            f"--ranks {ranks}: octavo verify starts at most {MOST_CPU_RANKS} processes. Give --ranks {MOST_CPU_RANKS} or less: "
+            "two shards and two replicas verify any number."
         )
     if causality and (gpu or cases is not None):
         raise InputError(f"--causality checks a run file's layout on CPUs: leave {'--gpu' if gpu else '--fuzz'} out.")

@@ -36,7 +36,7 @@ _NO_NOISE = ("attention_dropout", "hidden_dropout", "embd_pdrop", "resid_pdrop",
 
 
 def small_config(hf_config: Any, spec: ModelSpec, degrees: Degrees, layers: Sequence[int]) -> Any:
-    """A copy of a Hugging Face config of these layers, with the smallest sizes that divide by the degrees like the full model's."""
+    """A small Hugging Face config: these layers, and the smallest sizes that divide by the degrees like the full model's."""
     small = of_layers(hf_config, spec, layers)
     heads, kv_heads = _heads(spec, degrees)
     ffn = _of_slices(spec.ffn_size, degrees.tensor)
