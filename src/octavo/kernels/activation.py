@@ -48,16 +48,16 @@ class Tiles(NamedTuple):
 FORWARD, FORWARD_GATED, FORWARD_ROWS = Tiles(64, 128, 4), Tiles(64, 64, 4), Tiles(8, 512, 4)
 BACKWARD, BACKWARD_GATED, PACKED = Tiles(64, 64, 4), Tiles(64, 64, 8), Tiles(128, 32, 4)
 _REGISTERS_RECOMPUTING = 96
-"""At most, of the packed kernel without a gate that recomputes: five programs fit on a multiprocessor, with 128 four."""
+"""Register limit of the packed kernel that recomputes, without a gate: five programs fit on a multiprocessor, with 128 four."""
 
 
 def is_gated(name: str) -> bool:
-    """True if the activation takes gate and up, [R, 2F], instead of [R, F]."""
+    """True if the activation has inputs of gate and up, [R, 2F], instead of [R, F]."""
     return reference.activation_named(name).gated
 
 
 def constants(name: str) -> dict[str, Any]:
-    """The constants of the kernels that make an activation."""
+    """Compile-time constants of the kernels for an activation."""
     curve, gated, clamp = reference.activation_named(name)
     of_curve: dict[str, Any] = {"CURVE": curve, "GATED": gated}
     return of_curve if clamp is None else of_curve | {"LIMIT": clamp.limit, "ALPHA": clamp.alpha, "OFFSET": clamp.offset}
@@ -431,7 +431,7 @@ def launch_backward(
     high_precision_out: Tensor | None = None,
     tiles: Tiles | None = None,
 ) -> tuple[QuantizedTensor, QuantizedTensor | None, Tensor | None]:
-    """Run the kernel; see `activation_backward`. `tiles`: of the kernel without packing."""
+    """Run the kernel; see `activation_backward`. `tiles`: for the kernel without packing."""
     gated = is_gated(name)
     x, dy = adjacent_columns(x), adjacent_columns(dy)
     (rows, columns), width = dy.shape, x.shape[1]
@@ -466,11 +466,11 @@ def launch_backward(
 def activation(
     name: str, x: Tensor, block: int, quantizer: Quantizer, *, high_precision_out: Tensor | None = None
 ) -> QuantizedTensor:
-    """An activation [R, F], computed in float32 and stored as `quantizer` says.
+    """An activation [R, F], computed in float32 and stored by `quantizer`.
 
-    name: of `reference.activation_named`. x: [R, F], or for gated ones [R, 2F]: gate and up interleaved in blocks of `block`
-    columns (a power of two, or F for all gates before all ups), gate first. high_precision_out: contiguous [R, F], receives
-    the result in its dtype; `quantizer` then converts that rounded result.
+    name: an activation of `reference.activation_named`. x: [R, F], or for gated ones [R, 2F]: gate and up interleaved in blocks
+    of `block` columns (a power of two, or F for all gates before all ups), gate first. high_precision_out: contiguous [R, F],
+    receives the result in its dtype; `quantizer` then converts that rounded result.
     """
     if gemm.is_native(x.device):
         return launch(name, x, block, quantizer, high_precision_out=high_precision_out)
@@ -491,9 +491,9 @@ def activation_backward(
     bias: bool = False,
     high_precision_out: Tensor | None = None,
 ) -> tuple[QuantizedTensor, QuantizedTensor | None, Tensor | None]:
-    """The gradient of `activation`'s input x, computed in float32 and stored as `quantizer` says.
+    """The gradient of `activation`'s input x, computed in float32 and stored by `quantizer`.
 
-    dy: [R, F]. recompute: also the result of forward, with its bits, stored as this quantizer says. bias: also the float32 sum
+    dy: [R, F]. recompute: also the result of forward, with its bits, stored by this quantizer. bias: also the float32 sum
     of the gradient over rows before rounding, [F] or [2F]. high_precision_out: contiguous, of x's shape, receives the
     gradient in its dtype; `quantizer` then converts that rounded result.
     """

@@ -81,7 +81,7 @@ def adamw_(
     param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, lr: float, beta1: float, beta2: float, eps: float,
     weight_decay: float, step: Tensor | float, grad_scale: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """One step of AdamW in place, with decoupled weight decay as `torch.optim.AdamW` has it.
+    """One step of AdamW in place, with decoupled weight decay as in `torch.optim.AdamW`.
 
     param, grad, exp_avg, exp_avg_sq: contiguous, of one shape, each bfloat16, float16 or float32; grad is only read. step: the
     number of this step from 1 on, float32 [] (read on the device) or a number. grad_scale: factor of the gradient, float32 [].

@@ -60,7 +60,7 @@ class _Operands(NamedTuple):
     bias: Tensor | None
 
     def by_pytorch(self, out: Tensor | None = None) -> Tensor:
-        """The product, in `out` if there is one."""
+        """The product by PyTorch, in `out` if given."""
         into: dict[str, Any] = {} if out is None else {"out": out}
         if self.scales is not None:
             scale_a, scale_b = self.scales
@@ -76,7 +76,7 @@ class _Operands(NamedTuple):
             return product(number, self.a, self.b, self.scales, self.bias, out)
 
     def shape(self) -> ProductShape | None:
-        """The key of a choice; None for a small product, and where cuBLASLt does not take the operands as they are stored."""
+        """The key of a choice; None for a small product, and where cuBLASLt does not support the operands' strides."""
         (rows, summed), columns, bias = self.a.shape, self.b.shape[1], self.bias
         if 2 * rows * summed * columns < LEAST_OPERATIONS or cublaslt.library() is None:
             return None
@@ -172,7 +172,7 @@ def _is_free(*operands: Tensor) -> bool:
 
 
 def _by_rows(x: Tensor) -> bool | None:
-    """True for a matrix stored row after row, False for column after column, None where there are gaps."""
+    """True for a matrix stored row after row, False for column after column, None if it is not contiguous."""
     if x.is_contiguous():
         return True
     return False if x.stride() == (1, x.shape[0]) else None
@@ -183,7 +183,7 @@ def _is_aligned(*tensors: Tensor) -> bool:
 
 
 def _is_wanted(shape: ProductShape) -> bool:
-    """True from a shape's second use on if it has no choice yet, because its results do not tell algorithms apart."""
+    """True from a shape's second use on, until an algorithm is chosen: results may be too uniform to compare algorithms."""
     if len(process.product_algorithms) >= MOST_SHAPES or torch.cuda.is_current_stream_capturing():
         return False
     if len(process.product_uses) >= _MOST_SEEN:
@@ -196,21 +196,21 @@ def _measured(shape: ProductShape, operands: _Operands, out: Tensor | None) -> T
     """The product; an algorithm is chosen if the result can tell one from another."""
     with torch.cuda.device(shape.device):
         out = operands.by_pytorch(out)
-        # Collectives end when their last rank comes, and that one waits for none that this process has not launched yet.
+        # Collectives end when their last rank joins, and it does not wait for collectives that this process launches later.
         torch.cuda.synchronize()
         sample = out[:: max(1, shape.rows // _SAMPLED_ROWS)].float()
         if bool(sample.isfinite().all() & (2 * sample.count_nonzero() > sample.numel())):
             process.product_algorithms[shape] = None
             try:
                 process.product_algorithms[shape] = _fastest(shape, operands, out)
-            except torch.OutOfMemoryError:  # `out` may have another algorithm's bits; the product itself has room
+            except torch.OutOfMemoryError:  # `out` may hold another algorithm's bits; the product itself fits in memory
                 operands.by_pytorch(out)
             process.product_uses.pop(shape, None)
     return out
 
 
 def _fastest(shape: ProductShape, operands: _Operands, out: Tensor) -> tuple[Product, int] | None:
-    """The fastest algorithm with the bits of `out`, PyTorch's result; None if PyTorch's is fastest. `out` keeps its bits."""
+    """The fastest algorithm with the bits of `out`, PyTorch's result; None if PyTorch's is fastest. `out` is not changed."""
     wanted = _digest(out)
     try:
         product = Product(shape)
@@ -243,6 +243,6 @@ def _digest(x: Tensor) -> Tensor:
     """A number for each row of a matrix, of all bits and their places, computed with little memory: int64 [M]."""
     bits = x.view(torch.int32 if x.dtype == torch.float32 else torch.int16)
     mixed = torch.arange(1, x.shape[1] + 1, device=x.device) * -0x61C8864680B583EB
-    factors = (mixed ^ (mixed >> 31)) * -0x40A7B892E31B1A47 | 1  # odd, and without a pattern that bits could follow
+    factors = (mixed ^ (mixed >> 31)) * -0x40A7B892E31B1A47 | 1  # odd, and without a regular pattern
     pieces = bits.split(max(1, _DIGESTED // x.shape[1]))
     return torch.cat([(piece * factors).sum(1) for piece in pieces])

@@ -1,6 +1,6 @@
 """Helpers of autograd functions whose backward runs kernels: guards, and a notice when attention's backward begins.
 
-The type of what they save, for the plan of memory: each function states its bytes in the file where it saves.
+`SavedBytes` is for the memory plan: each function states what it saves in the file where it saves it.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ class SavedBytes(NamedTuple):
 
 
 def refuse_second_derivative(of: str) -> None:
-    """Call first in a backward: a RuntimeError under create_graph=True. of: subject of the message, in the plural."""
+    """Call first in a backward: a RuntimeError under create_graph=True. of: the message's subject, in the plural."""
     refuse_transforms(of)
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError(f"{of} have no second derivative: call backward without create_graph=True.")
 
 
 def refuse_transforms(of: str) -> None:
-    """Call first in a forward or a backward: an InputError inside a transform of `torch.func`. of: subject, in the plural.
+    """Call first in a forward or a backward: an InputError inside a `torch.func` transform. of: the subject, in the plural.
 
     Kernels read a tensor's memory, scales are recorded in place, and there is no rule for a batch or a tangent.
     """
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
         raise InputError(
-            f"{of} are not transformed by torch.func (grad, vjp, vmap, jvp, jacrev, hessian): take "
+            f"{of} cannot be transformed by torch.func (grad, vjp, vmap, jvp, jacrev, hessian): take "
             "gradients by backward() or torch.autograd.grad, one batch at a time. torch.func.functional_call works."
         )
 
@@ -56,7 +56,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def at_attention(listener: Callable[[], None]) -> Iterator[None]:
-    """`listener` is called where the backward of an attention begins."""
+    """`listener` is called when the backward of attention begins."""
     process.at_attention.append(listener)
     try:
         yield

@@ -56,7 +56,7 @@ _LONGEST = RowShape(16384, 32)
 
 
 def row_shape(columns: int) -> RowShape:
-    """The fastest shape with a gradient. A loss without one has it too, so that both sum in one order."""
+    """The fastest shape with a gradient. A loss without a gradient uses the same shape, so that both sum in the same order."""
     return next((shape for longest, shape in _SHAPES.items() if columns <= longest), _LONGEST)
 
 
@@ -84,7 +84,7 @@ def sum_exponentials(
     start, cached, cached_c, columns, width,
     PADDED: tl.constexpr, SMOOTH: tl.constexpr, EVICT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """(top, base, total, summed) of a row: the base of its exponentials, -∞ and 0 of a row without a finite logit; their sum.
+    """(top, base, total, summed) of a row: largest logit, base of the exponentials (-∞, 0 without a finite logit), their sum.
 
     cached: the row's first logits, of the columns cached_c, held in registers. summed: with SMOOTH the sum of the logits.
     EVICT: the L2 cache policy for the others.
@@ -122,7 +122,7 @@ def sum_exponentials(
 
 @triton.jit
 def loss_of_row(base, total, picked, summed, words, smoothing, z_loss, SMOOTH: tl.constexpr):
-    """(loss, log of Σexp(logits), smoothing's part of each of so many words). picked: the target's logit."""
+    """(loss, log of Σexp(logits), the label-smoothing term per word, for `words` words). picked: the target's logit."""
     # `base` is rounded, at a logit of 500 by 3e-5. The exponentials and their sum have this factor in common: probabilities are
     # quotients of the two, and the loss adds `base` to the precision of a float32 sum of two.
     above = tl.log2(total) * LN_2
@@ -221,17 +221,17 @@ def launch(
 
 
 def numbers(objective: Objective) -> tuple[int, float, float]:
-    """For a kernel: the terms of the loss."""
+    """The loss's terms as kernel arguments."""
     return objective.ignore_index, float(objective.label_smoothing), float(objective.z_loss)
 
 
 def constants(objective: Objective, shape: RowShape) -> dict[str, Any]:
-    """For a kernel: what it is compiled for."""
+    """The kernel's compile-time constants."""
     return {"SMOOTH": objective.label_smoothing != 0, "BLOCK": shape.block, "num_warps": shape.warps}
 
 
 class Outputs(NamedTuple):
-    """For a kernel: the losses of the rows, float32 [N], the FP8 gradient if there is one, its stride and largest value."""
+    """Outputs of a kernel: the rows' losses, float32 [N], the FP8 gradient if there is one, its stride and largest value."""
 
     losses: Tensor
     fp8: Tensor | None = None
@@ -240,7 +240,7 @@ class Outputs(NamedTuple):
 
 
 def outputs(logits: Tensor, grad_scale: Tensor | None, fp8: Tensor | None) -> Outputs:
-    """Where a kernel writes; a gradient in high precision goes over the logits."""
+    """Where a kernel writes; a gradient in high precision overwrites the logits."""
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     if grad_scale is None or fp8 is None:
         return Outputs(losses)

@@ -154,7 +154,7 @@ def launch_gradient(
 
 
 def statistics(logits: Tensor, target: Tensor, words: Slice, objective: Objective, *, reread: bool = True) -> Tensor:
-    """Statistics of a slice, float32 [3 or 4, N]; their rows are those of the module's docstring.
+    """Statistics of a slice, float32 [3 or 4, N]; see the module's docstring for the rows.
 
     logits: [N, W], row-major. target: int64 [N], of all words. reread: the gradient will reread the logits.
     """
@@ -212,6 +212,6 @@ def _finite(base: Tensor) -> Tensor:
 
 
 def _local_targets(target: Tensor, words: Slice) -> tuple[Tensor, Tensor]:
-    """Targets counted from the slice's first word, and which of them it has."""
+    """Targets counted from the slice's first word, and a mask of those in the slice."""
     at = target - words.first
     return at, (at >= 0) & (at < words.number)

@@ -1,6 +1,6 @@
 """cuBLASLt's products by ctypes, for the choice of the algorithm that PyTorch does not offer.
 
-The library is the one that PyTorch has loaded into the process. Products are of two matrices, in FP8 with a scale each. Names
+The library is the one that PyTorch has loaded into the process. Products of two matrices; FP8 operands have a scale each. Names
 and numbers are those of `cublasLt.h`, the same in CUDA 12 and 13.
 """
 
@@ -35,14 +35,14 @@ _NAMED = {
     "swizzle": (4, ctypes.c_uint32),
     "option": (5, ctypes.c_uint32),
 }
-"""Attributes of an algorithm (`CUBLASLT_ALGO_CONFIG_…`): parts of the sum; those that name it, with their types."""
+"""Attributes of an algorithm (`CUBLASLT_ALGO_CONFIG_…`): parts of the sum; those that identify it, with their types."""
 
 MOST_ALGORITHMS = 16
 WORKSPACE = 2**20
 """Bytes that an algorithm may need. With a workspace tiles are assigned by a counter there, which is cleared before each
 product; without one the same algorithm gives each multiprocessor a fixed share of tiles."""
 ALIGNMENT = 256
-"""Bytes to which cuBLAS assumes operands aligned by default."""
+"""Alignment in bytes that cuBLAS assumes by default."""
 
 
 class ProductShape(NamedTuple):
@@ -73,7 +73,7 @@ class ProductShape(NamedTuple):
 
 
 class _Algorithm(ctypes.Structure):
-    """`cublasLtMatmulHeuristicResult_t`: an algorithm, which comes first in it, and its workspace."""
+    """`cublasLtMatmulHeuristicResult_t`: an algorithm (the first field) and its workspace."""
 
     _fields_ = (
         ("data", ctypes.c_uint64 * 8),
@@ -105,7 +105,7 @@ def _call(name: str, *arguments: object) -> None:
 
 
 def _sized(value: Any) -> tuple[Any, ctypes.c_size_t]:
-    """Pointer and size of an attribute."""
+    """Pointer to an attribute's value, and its size."""
     return ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(value))
 
 
@@ -127,7 +127,7 @@ def _layout(dtype: torch.dtype, rows: int, columns: int, by_rows: bool) -> ctype
 
 
 def _attribute(algorithm: _Algorithm, attribute: int, value: Any) -> int:
-    """An attribute of an algorithm, in a number of its C type."""
+    """An attribute of an algorithm, as a number of its C type."""
     written = ctypes.c_size_t()
     pointer = ctypes.byref(algorithm)
     _call("cublasLtMatmulAlgoConfigGetAttribute", pointer, attribute, *_sized(value), ctypes.byref(written))
@@ -190,7 +190,7 @@ class Product:
         _call("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
         _call("cublasLtMatmulPreferenceSetAttribute", preference, _MAX_WORKSPACE, *_sized(most))
         algorithms, count = (_Algorithm * MOST_ALGORITHMS)(), ctypes.c_int()
-        with torch.cuda.device(self.shape.device), contextlib.suppress(RefusedError):  # has none
+        with torch.cuda.device(self.shape.device), contextlib.suppress(RefusedError):  # no algorithm for the product
             _call(
                 "cublasLtMatmulAlgoGetHeuristic", self._handle, self._description, self._b, self._a, self._out, self._out,
                 preference, MOST_ALGORITHMS, algorithms, ctypes.byref(count),

@@ -1,4 +1,4 @@
-"""Matrix products in FP8 and in high precision, with the rules of devices about layouts, padding and scales.
+"""Matrix products in FP8 and in high precision, with each device's rules for layouts, padding and scales.
 
 Both operands sum over their last dimension (`a · bᵀ`), the only layout of Hopper's FP8 units. GPUs with FP8 units run cuBLAS's
 products (`octavo.kernels.algorithms`). Elsewhere bf16 or float32 products give the same numbers: FP8 values are exact in bf16,
@@ -18,7 +18,7 @@ from octavo.hardware import FP8_CAPABILITY
 from octavo.kernels import algorithms, low_rank, reference
 
 ALIGNMENT = 16
-"""Multiple of the summed dimension and the columns of the result that cuBLAS takes: 16 bytes."""
+"""cuBLAS requires multiples of this for the summed dimension and the result's columns: 16 bytes."""
 
 Operand = tuple[Tensor, Tensor]
 """FP8 [N, C] with the inverses of its scales."""
@@ -41,7 +41,7 @@ def is_native(device: torch.device) -> bool:
 def is_opaque(x: Tensor) -> bool:
     """True in compiled code for a CPU, where FP8 casts and products are custom operators.
 
-    So they run the code of an eager layer, and give its bits: Inductor's code for block scaling on CPUs is wrong.
+    They run the eager layer's code and give the same bits: Inductor's code for block scaling on CPUs is wrong.
     """
     return torch.compiler.is_compiling() and x.device.type == "cpu"
 
@@ -128,7 +128,7 @@ def scaled_mm(
 
 
 def _writes_into(out: Tensor, a: Tensor, a_scale_inv: Tensor, b: Tensor, b_scale_inv: Tensor, bias: Tensor | None) -> bool:
-    """True if a product with one scale each needs no copy into `out`: cuBLAS's, of sizes that are not padded."""
+    """True if a product of operands with one scale each needs no copy into `out`: cuBLAS's, of sizes that are not padded."""
     aligned = 0 not in (*a.shape, *b.shape) and a.shape[1] % ALIGNMENT == b.shape[0] % ALIGNMENT == 0
     adds = bias is None or out.dtype == torch.bfloat16
     return aligned and adds and a_scale_inv.dim() == b_scale_inv.dim() == 0 and is_native(a.device)
@@ -190,7 +190,7 @@ def scaled_mm_of_each(
 
 @functools.cache
 def has_grouped_products(device: torch.device) -> bool:
-    """True if the products of several groups of rows are one launch here (`octavo.kernels.experts.gemm`): Hopper."""
+    """True if the products of several groups of rows run as one launch here (`octavo.kernels.experts.gemm`): Hopper."""
     return device.type == "cuda" and not torch.version.hip and capability(device) == (9, 0)
 
 
@@ -259,7 +259,7 @@ def _block_mm(a: Tensor, a_scale_inv: Tensor, b: Tensor, b_scale_inv: Tensor, ou
 
 @torch.library.custom_op("octavo::block_mm", mutates_args=())
 def block_mm(a: Tensor, a_scale_inv: Tensor, b: Tensor, b_scale_inv: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """`_block_mm` as one operator for a compiler: Inductor's template reads some layouts of the scales wrongly."""
+    """`_block_mm` as one operator to a compiler: Inductor's template reads some layouts of the scales wrongly."""
     return _block_mm(a, a_scale_inv, b, b_scale_inv, out_dtype)
 
 
@@ -269,7 +269,7 @@ def _(a: Tensor, a_scale_inv: Tensor, b: Tensor, b_scale_inv: Tensor, out_dtype:
 
 
 def _filled(scale_inv: Tensor, rows: int, columns: int) -> Tensor:
-    """Scales filled up with 1 to [rows, columns] without gaps; the tensor itself if it is that already."""
+    """Scales filled up with 1 to [rows, columns] without gaps; the tensor itself if it has this form."""
     if scale_inv.shape == (rows, columns) and scale_inv.stride() == (columns, 1):
         return scale_inv
     whole = scale_inv.new_ones(rows, columns)
@@ -278,12 +278,12 @@ def _filled(scale_inv: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def is_by_row(x: Tensor, scale_inv: Tensor) -> bool:
-    """True for FP8 [N, C] with a scale a row."""
+    """True for FP8 [N, C] with a scale per row."""
     return scale_inv.shape == (x.shape[0], 1)
 
 
 def _pad(x: Tensor, rows: int, columns: int) -> Tensor:
-    """Row-major, zero-padded to multiples of so many rows and columns."""
+    """Row-major, zero-padded to multiples of `rows` and `columns`."""
     more_rows, more_columns = -x.shape[0] % rows, -x.shape[1] % columns
     if more_rows or more_columns:
         return functional.pad(x.view(torch.uint8), (0, more_columns, 0, more_rows)).view(x.dtype)

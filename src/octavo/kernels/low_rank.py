@@ -1,6 +1,6 @@
 """Kernels that pack LoRA's adapters as one pair of matrices, split the pair's gradients, and add its product.
 
-By PyTorch's operations that is up to seven launches for each matrix with adapters, of a few microseconds each, and up to four
+PyTorch's operations need up to seven launches for each matrix with adapters, of a few microseconds each, and up to four
 in backward.
 """
 
@@ -17,11 +17,11 @@ from torch import Tensor
 from octavo.kernels.tiles import cdiv, next_power_of_2
 
 LEAST_COLUMNS, LEAST_ELEMENTS = 8192, 1 << 25
-"""Smallest sum of the kernel: cuBLAS adds to narrower matrices at the memory's speed."""
+"""Smallest width of a sum for the kernel: for narrower matrices cuBLAS reaches the memory's speed."""
 MOST_BETWEEN = 128
-"""Columns of the narrow operand up to which adding is bound by memory."""
+"""Largest number of the narrow operand's columns with which the addition is bound by memory."""
 MOST_PARTS = 4
-"""Adapters, or runs of rows, in one launch of packing."""
+"""Adapters, or runs of rows, in one launch of the packing kernel."""
 
 
 class Tiles(NamedTuple):
@@ -94,7 +94,7 @@ def launch_add(out: Tensor, a: Tensor, b: Tensor, tiles: Tiles = ADD) -> Tensor:
 
 
 class Run(NamedTuple):
-    """Rows of a joint B that are an adapter's: its number, its first row in its B, and first row and number in a repetition."""
+    """Rows of a joint B that belong to an adapter: its index, first row in its B, and first row and count in a repetition."""
 
     adapter: int
     start: int
@@ -104,7 +104,7 @@ class Run(NamedTuple):
 
 @triton.jit
 def _copy_a(a_ptr, joint_ptr, e, inside, columns, NUMBER: tl.constexpr, RANK: tl.constexpr):
-    """The elements e of the joint A that are of this adapter."""
+    """The elements e of the joint A that belong to this adapter."""
     begin = NUMBER * RANK * columns
     mine = inside & (e >= begin) & (e < begin + RANK * columns)
     value = tl.load(a_ptr + (e - begin), mask=mine, other=0.0).to(tl.float32)
@@ -113,7 +113,7 @@ def _copy_a(a_ptr, joint_ptr, e, inside, columns, NUMBER: tl.constexpr, RANK: tl
 
 @triton.jit
 def _place(e, inside, LENGTH: tl.constexpr, WIDTH: tl.constexpr, RANK: tl.constexpr, adapter, start, first, count):
-    """Where the elements e of the joint B lie in an adapter's B, and which of them do."""
+    """Where the elements e of the joint B lie in an adapter's B, and a mask of them."""
     row = e // WIDTH
     column = e % WIDTH - adapter * RANK
     within = row % LENGTH - first
@@ -228,7 +228,7 @@ def launch_unpack(joint_b: Tensor, adapters: int, runs: Sequence[Run], length: i
 
 
 def _filled(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors, filled up to the number that a launch takes."""
+    """The tensors, padded to the number of a launch's arguments."""
     return [*tensors, *[tensors[0]] * (MOST_PARTS - len(tensors))]
 
 

@@ -228,9 +228,10 @@ def norm(
 ) -> tuple[Tensor, Tensor, QuantizedTensor]:  # fmt: skip
     """The norm of h = x + delta, rounded to x's dtype (without a delta, h is x), in float32 until `quantizer` converts it.
 
-    kind: "RMSNorm" or "LayerNorm". x, delta: [R, C]. weight, bias: [C]. zero_centered: 1 + weight, in float32, in place of
+    kind: "RMSNorm" or "LayerNorm". x, delta: [R, C]. weight, bias: [C]. zero_centered: 1 + weight, in float32, instead of
     weight. high_precision_out: contiguous [R, C], receives the normed result in its dtype; `quantizer` then converts that
-    rounded result. Returns h, the statistics for backward as in `reference.norm`, and the normed result as `quantizer` says.
+    rounded result. Returns h, the statistics for backward as in `reference.norm`, and the normed result in `quantizer`'s
+    layouts.
     """
     # A conversion to FP8 needs a GPU that has it.
     if x.device.type == "cuda" and (quantizer.scale is None or gemm.is_native(x.device)):

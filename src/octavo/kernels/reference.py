@@ -1,6 +1,6 @@
 """Every operation in plain PyTorch: the definition of correct for the fused kernels, and the implementation for CPUs.
 
-Each function computes in float32, or in float64 of float64 tensors, and is short enough to be believed by reading. FP8 scales
+Each function computes in float32, or in float64 of float64 tensors, and is short enough to be checked by reading. FP8 scales
 are float32, and casts round float32.
 Shapes: R rows, C columns, the dimension that a product sums over.
 """
@@ -18,12 +18,12 @@ FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 def wide(x: Tensor) -> Tensor:
-    """x in float32, or in float64 if it has that."""
+    """x in float32, or in float64 if x is float64."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def amax(x: Tensor, dim: int | tuple[int, ...] | None = None, keepdim: bool = False) -> Tensor:
-    """Largest |x| in float32, NaN ignored; 0 where there is nothing. Shape [] or that of `x` reduced over `dim`."""
+    """Largest |x| in float32, NaN ignored; 0 without elements. Shape [] or that of `x` reduced over `dim`."""
     if x.numel() == 0:
         return x.new_zeros((), dtype=torch.float32) if dim is None else x.float().sum(dim, keepdim=keepdim)
     if dim is None and x.device.type == "cpu" and not torch.compiler.is_compiling():
@@ -37,7 +37,7 @@ def amax(x: Tensor, dim: int | tuple[int, ...] | None = None, keepdim: bool = Fa
 
 def divide(dividend: Tensor | float, divisor: Tensor) -> Tensor:
     """dividend / divisor in float32, correctly rounded, at most the largest float."""
-    # A compiled float32 division is 2 ulp off. Float64 has bits enough: rounding twice changes nothing.
+    # A compiled float32 division is 2 ulp off. Float64 has enough bits that rounding twice gives the same result.
     if not isinstance(dividend, Tensor):
         dividend = divisor.new_full((), dividend)  # a compiler turns number / tensor into a reciprocal and a product
     return (dividend.double() / divisor.double()).clamp(max=FLOAT32_MAX).float()
@@ -68,7 +68,7 @@ def transposed(x: Tensor) -> Tensor:
 def cast_rows(
     x: Tensor, dtype: torch.dtype, fp8_max: float, join: Callable[[Tensor], Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """One scale a row. x [R, C] → FP8 [R, C] and the scales, float32 [R, 1]. join: raises the amaxes, in place."""
+    """One scale per row. x [R, C] → FP8 [R, C] and the scales, float32 [R, 1]. join: raises the amaxes, in place."""
     largest = amax(x, 1, keepdim=True)
     scale = scale_from_amax(largest if join is None else join(largest.contiguous()), fp8_max)
     return cast(x, scale, dtype, fp8_max), scale
@@ -116,7 +116,7 @@ def norm(
     """The norm of h [..., C] over C, float32, and its statistics for backward, float32.
 
     kind: "RMSNorm", h / √(mean(h²) + eps) · weight, with the statistics 1/σ [...]; or "LayerNorm", (h − mean) /
-    √(variance + eps) · weight + bias, with mean and 1/σ [2, ...]. zero_centered: 1 + weight in place of weight.
+    √(variance + eps) · weight + bias, with mean and 1/σ [2, ...]. zero_centered: 1 + weight instead of weight.
     """
     dtype = torch.promote_types(h.dtype, torch.float32)
     h, w = h.to(dtype), gain(weight, zero_centered=zero_centered)
@@ -275,7 +275,7 @@ def activation_backward(name: str, dy: Tensor, x: Tensor, block: int) -> Tensor:
     value, factor = _gated(clamp, curve, gate, up)
     if clamp is None:
         d_gate, d_up = dy * factor * slope(gate), dy * value
-    else:  # nothing flows beyond the limit; at it, as of PyTorch's clamp, all of it
+    else:  # zero beyond the limit; at the limit the whole gradient, as in PyTorch's clamp
         d_gate = torch.where(gate > clamp.limit, 0, dy * factor * _quick_gelu_slope(gate.clamp(max=clamp.limit), clamp.alpha))
         d_up = torch.where(up.abs() > clamp.limit, 0, dy * value)
     return torch.stack((d_gate, d_up), -2).flatten(-3)
@@ -284,7 +284,7 @@ def activation_backward(name: str, dy: Tensor, x: Tensor, block: int) -> Tensor:
 def embedding_backward(d_out: Tensor, ids: Tensor, words: int, padding: int | None) -> Tensor:
     """The gradient [V, K] of the V = `words` rows that `ids` [N] chose, from d_out [N, K]; float32, in the order of the tokens.
 
-    The row `padding` and ids outside of the vocabulary have none.
+    The row `padding` and ids outside of the vocabulary get no gradient.
     """
     trained = (ids >= 0) & (ids < words)
     if padding is not None:
@@ -413,7 +413,7 @@ def adamw(
 
 
 def dequantize(data: Tensor, scale_inv: Tensor) -> Tensor:
-    """FP8 elements in float32 [R, C]; scales are [], one a row [R, 1], or one a block [⌈R/rows⌉, ⌈C/128⌉], rows 1 or 128."""
+    """FP8 elements in float32 [R, C]; scales are [], per row [R, 1], or per block [⌈R/rows⌉, ⌈C/128⌉] with 1 or 128 rows."""
     rows, columns = data.shape
     if scale_inv.dim() == 2 and scale_inv.shape != (rows, 1):
         high = 1 if scale_inv.shape[0] == rows else BLOCK

@@ -1,7 +1,7 @@
 """Rotary embedding around attention: splits the joint query/key/value product and rotates; joins the gradients in backward.
 
 One read and one write in each direction; separate slicing, rotation and copy would each be a pass. Backward converts
-attention's gradients, in any strides or as FlashAttention-4's sums, directly to the joint gradient in FP8, rowwise and
+attention's gradients, with any strides or as FlashAttention-4's sums, directly to the joint gradient in FP8, rowwise and
 columnwise.
 
 A row of the joint product is G groups of H/G query heads, their key and their value. Column i rotates with column i + Dr/2, so
@@ -261,7 +261,7 @@ def launch_split(
 
 
 def _found(gradient: Gradient) -> tuple[Tensor, tuple[int, int, int, float]]:
-    """The tensor that is read, and its strides of a sample, a token and a head and its factor."""
+    """The tensor to read, its strides per sample, token and head, and its factor."""
     if isinstance(gradient, Accumulated):
         sums = gradient.sums
         return sums, (sums.stride(0), 0, sums.stride(1), gradient.scale)
@@ -297,8 +297,8 @@ def split_rotate(
     """Split the joint product into heads, and rotate queries and keys in float32.
 
     qkv: [B, T, (H + 2G)·D], bfloat16, float16 or float32; D even. cos, sin: float32 [B or 1, T, Dr], with an even Dr ≤ D: only
-    the first Dr columns of a head rotate; None: nothing does. mirrored: a promise that the second halves of cos and sin repeat
-    the first; they are then not read.
+    the first Dr columns of a head rotate; None: no column does. mirrored: a promise that the second halves of cos and sin
+    repeat the first; they are then not read.
     Returns q [B, T, H, D], k and v [B, T, G, D], contiguous, in the dtype of `qkv`.
     """
     if qkv.device.type == "cuda":
@@ -310,9 +310,9 @@ def join_rotated(
     dq: Gradient, dk: Gradient, dv: Gradient, cos: Tensor | None, sin: Tensor | None, quantizer: Quantizer,
     *, mirrored: bool = False,
 ) -> QuantizedTensor:  # fmt: skip
-    """The gradient of `split_rotate`'s argument, [N, (H + 2G)·D], stored as `quantizer` says without rounding in between.
+    """The gradient of `split_rotate`'s argument, [N, (H + 2G)·D], stored by `quantizer` without intermediate rounding.
 
-    dq: [B, T, H, D]; dk, dv: [B, T, G, D], in any strides. cos, sin, mirrored: as `split_rotate` was given them.
+    dq: [B, T, H, D]; dk, dv: [B, T, G, D], with any strides. cos, sin, mirrored: the arguments of `split_rotate`.
     """
     if _found(dq)[0].device.type == "cuda":
         return launch_join(dq, dk, dv, cos, sin, quantizer, mirrored=mirrored)

@@ -15,7 +15,7 @@ from octavo.kernels import reference
 from octavo.kernels.tiles import cdiv, next_power_of_2
 
 _TENSORS, _SLOTS, _WARPS = 8, 1024, 8
-"""Tensors of a program (32 bytes of a row, the least that memory moves), slots of a history that it holds, and its warps."""
+"""Tensors per program (32 bytes of a row, the smallest memory transfer), history slots that it holds, and its warps."""
 
 
 @triton.jit

@@ -32,15 +32,15 @@ def processors(device: torch.device) -> int:
 
 
 def adjacent_columns(x: Tensor) -> Tensor:
-    """x, or a copy where neighbours in the last dimension are not neighbours in memory."""
+    """x, or a copy if its last dimension is not contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def cdiv(size: int, tile: int) -> int:
-    """Tiles of a size. `triton.cdiv` and its `next_power_of_2`, which also run in kernels, take microseconds of a launch."""
+    """Number of tiles that cover a size. `triton.cdiv` and `triton.next_power_of_2` would add microseconds to a launch."""
     return -(-size // tile)
 
 
 def next_power_of_2(size: int) -> int:
-    """The smallest power of two that is no smaller; 1 for 0."""
+    """The smallest power of two ≥ x; 1 for 0."""
     return 1 << max(size - 1, 0).bit_length()

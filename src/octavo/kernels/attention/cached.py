@@ -1,6 +1,6 @@
 """A cache of attention's results from forward, so that recomputation reads them and computes only the rest.
 
-For long sequences attention is most of a block's time, and its result with the log-sum-exp one of the smallest things in it.
+For long sequences attention is most of a block's time, but its result and log-sum-exp are among the smallest tensors in it.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ _HEADS = (64, 96, 128)
 
 
 def enable(enabled: bool) -> None:
-    """Take FlashAttention-4 where it is installed (the default), or never; also OCTAVO_FLASH_ATTENTION=0 in the environment."""
+    """Use FlashAttention-4 where it is installed (the default), or never; also OCTAVO_FLASH_ATTENTION=0 in the environment."""
     process.flash_attention = enabled
 
 
@@ -42,7 +42,7 @@ def enabled() -> bool:
 
 @functools.cache
 def missing() -> str | None:
-    """Why this machine's Hopper GPUs do not take FlashAttention-4; None if they can."""
+    """Why Hopper GPUs cannot use FlashAttention-4 here; None if they can."""
     try:
         version = importlib.metadata.version("flash-attn-4")
     except importlib.metadata.PackageNotFoundError:
@@ -54,13 +54,13 @@ def missing() -> str | None:
 
 @functools.cache
 def _interface() -> Any:
-    """The package's functions; None if they cannot be imported, which is said once."""
+    """The package's functions; None if they cannot be imported, with one warning."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             from flash_attn.cute import interface
     except Exception as error:
-        warn(f"flash-attn-4 {VERSION} cannot be imported, so attention takes cuDNN's kernels: {error!r}")
+        warn(f"flash-attn-4 {VERSION} cannot be imported, so attention uses cuDNN's kernels: {error!r}")
         return None
     warnings.filterwarnings("ignore", message="Argument aux_data", category=UserWarning)  # by its compiler, for each kernel
     interface._tile_size_bwd_sm90 = functools.partial(_backward_tiles, interface._tile_size_bwd_sm90)
@@ -69,13 +69,13 @@ def _interface() -> Any:
 
 
 def _backward_tiles(chosen: Callable[..., Any], head_dim: int, *rest: Any, **options: Any) -> Any:
-    """The package's tiles of a backward: with heads of 64 (H200) it takes 2 to 3% less time if d_out is loaded in one stage."""
+    """The package's tiles of a backward: with heads of 64 (H200) it is 2 to 3% faster if d_out is loaded in one stage."""
     tiles = chosen(head_dim, *rest, **options)
     return dataclasses.replace(tiles, num_stages_dO=1) if head_dim <= 64 else tiles
 
 
 def _with_sums(round_: Any) -> Callable[..., None]:
-    """The package's rounding, by `_round_sums`."""
+    """The package's rounding function, replaced by `_round_sums`."""
     return functools.update_wrapper(functools.partial(_round_sums, round_), round_)  # its cache is looked up by its name
 
 
@@ -84,7 +84,7 @@ def _round_sums(
     arch: int, dtype: Any, head_dim: int, tokens: int, threads: int, warp_groups: int, swapped: bool,
     *rest: Any, **options: Any,
 ) -> None:  # fmt: skip
-    """The package's rounding of sums, put off where `octavo.kernels.attention.accumulated` knows their order.
+    """The package's rounding of sums, postponed where `octavo.kernels.attention.accumulated` knows their order.
 
     tokens: tokens of a tile. warp_groups: warp groups that share its rows, 64 each.
     """
@@ -99,12 +99,12 @@ def _round_sums(
 
 
 def serves(capability: tuple[int, int] | None, head_dim: int) -> bool:
-    """True if it computes attention in bf16 with heads of this size on a GPU of this capability."""
+    """True if FlashAttention-4 computes attention in bf16 with heads of this size on a GPU of this capability."""
     return process.flash_attention and capability == (9, 0) and head_dim in _HEADS and missing() is None
 
 
 def takes(q: Tensor, k: Tensor, *, causal: bool, window: int | None = None) -> bool:
-    """True if this computes it: bf16 on Hopper, full attention, or causal with no fewer keys than queries."""
+    """True if FlashAttention-4 computes the call: bf16 on Hopper, full attention, or causal with no fewer keys than queries."""
     if not q.is_cuda or q.dtype != torch.bfloat16 or torch.compiler.is_compiling():
         return False
     if (causal and k.shape[1] < q.shape[1]) or (window is not None and not causal):

@@ -17,7 +17,7 @@ from octavo.kernels.tiles import cdiv, next_power_of_2
 _QUERIES, _WARPS = 64, 4
 """Queries of a program that joins a head's results, and its warps."""
 _ELEMENTS = 4096
-"""Elements that a program adds up at most, 16 for each of its threads."""
+"""Most elements that a program adds up, 16 per thread."""
 _TERMS = 4
 """Terms of one launch."""
 
@@ -103,7 +103,7 @@ def launch_add_up(out: Tensor, terms: Sequence[Tensor]) -> None:
 
 
 def join_(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
-    """Make out and lse those of attention over the keys of both, which have none in common.
+    """Update out and lse to attention over both sets of keys, which are disjoint.
 
     Args:
         out, other: [B, T, H, D]; 0 for a query without a key.
@@ -136,7 +136,7 @@ def add_up(out: Tensor, terms: Sequence[Tensor]) -> None:
 
 
 def add_(sums: Tensor, terms: Tensor) -> None:
-    """Add terms to sums, of one shape as `add_up` wants it, in float32 (float64)."""
+    """Add terms to sums, of one shape as in `add_up`, in float32 (float64)."""
     if sums.device.type == "cuda":  # PyTorch adds to a part of a tensor at a fraction of the memory's speed
         add_up(sums, [sums, terms])
     else:

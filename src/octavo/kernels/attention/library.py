@@ -15,9 +15,9 @@ _HEADS = (64, 96, 128)
 
 
 def takes(q: Tensor, k: Tensor, *, causal: bool, window: int | None) -> bool:
-    """True if this computes it: a full rectangle, or causal attention of as many queries as keys; no window.
+    """True if these operators compute the call: a full rectangle, or causal attention of as many queries as keys; no window.
 
-    Not on a GPU that is to repeat its bits: cuDNN's backward does not.
+    Not on a GPU with deterministic algorithms required: cuDNN's backward does not.
     """
     if window is not None or (causal and q.shape[1] != k.shape[1]):
         return False
@@ -33,7 +33,7 @@ def takes(q: Tensor, k: Tensor, *, causal: bool, window: int | None) -> bool:
 
 
 def version() -> str:
-    """cuDNN and the version that runs, also if it is older than the version of PyTorch's build, for which PyTorch raises."""
+    """cuDNN and its loaded version, also if it is older than the version of PyTorch's build, for which PyTorch raises."""
     try:
         number = torch.backends.cudnn.version()
     except RuntimeError:

@@ -72,8 +72,8 @@ class Pattern:
             A query attends only to keys of its document.
         window: number of keys that a query attends to at most, including its own position; None for all.
         real_tokens: bool [B, T], False for padding, to which no other token attends, if some is between real tokens.
-        ends: in place of `documents`, where no host may know them: int32 [N + 1] on the device of the tokens, 0 and then the
-            end of each document among all B · T tokens, the last one repeated. None without.
+        ends: document boundaries on the device instead of `documents` on the host: int32 [N + 1], 0 and then the end of each
+            document among all B · T tokens, the last end repeated. None if the boundaries are on the host.
     """
 
     tokens: int
@@ -88,7 +88,7 @@ class Pattern:
             raise InputError(f"a window of {self.window} keys: give a whole number, at least 1, and causal attention.")
 
     def with_window(self, window: int | None) -> Pattern:
-        """This pattern in a layer with a window; one that no two tokens exceed is none."""
+        """The pattern of a layer with a window; a window of at least T keys has no effect."""
         if window is None or window >= self.tokens:
             return self
         return replace(self, window=window)
@@ -99,7 +99,8 @@ class Pattern:
         return zip(starts, (*starts[1:], self.tokens), strict=True)
 
     def spans(self, batch: int) -> list[Span]:
-        """All pairs of a query and a key, and with `ends` more than these; the window applies within each."""
+        """Spans that cover all pairs of a query and a key it attends to. With `ends` they cover more pairs. The window
+        applies within each span."""
         if not self.documents:
             return [Span(0, batch, 0, self.tokens, 0, self.tokens, self.causal)]
         return [

@@ -27,7 +27,7 @@ SMALLEST_WINDOW = 256
 
 
 PACKED = (flash, variable, reference)
-"""The modules that compute several sequences in one call, whose boundaries no host has to know; the first that takes it."""
+"""Modules that compute several sequences in one call, with boundaries on the device. The first that supports a call is used."""
 
 
 class _Part(NamedTuple):
@@ -49,7 +49,7 @@ class Attended:
         self._reached: dict[int, int] = {}  # sample → the end of its queries that have a result
 
     def add(self, k: Tensor, v: Tensor, spans: Sequence[Span]) -> None:
-        """Add the spans' keys k and values v, [B, Tk, G, D]; no pair of a query and a key twice."""
+        """Add the spans' keys k and values v, [B, Tk, G, D]; each pair of a query and a key only once."""
         q = self.q
         for part in _parts(q, k, spans, self.window):
             span = part.span
@@ -64,7 +64,7 @@ class Attended:
             self._reached |= {n: max(span.q1, self._reached.get(n, 0)) for n in range(span.b0, span.b1)}
 
     def add_key(self, logits: Tensor, v: Tensor) -> None:
-        """Add one more key to each query: its logit [B, H, Tq], −∞ for none, and its value [B, Tq, H, D]."""
+        """Add one more key to each query: its logit [B, H, Tq], −∞ for no key, and its value [B, Tq, H, D]."""
         self._join(slice(None), slice(None), v, logits, new=False)
 
     def _is_new(self, span: Span) -> bool:
@@ -121,9 +121,9 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, spans: Sequence[Span], *, scale: float, window: int | None = None,
     packed: Packing | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`Attended.result` if all keys are here; in a context of `octavo.kernels.attention.cached` the result of forward.
+    """`Attended.result` if all keys are available; in a context of `octavo.kernels.attention.cached` the result of forward.
 
-    packed: causal sequences that only the device knows, in place of the spans.
+    packed: causal sequences with boundaries on the device, instead of the spans.
     """
 
     def compute() -> tuple[Tensor, Tensor]:
@@ -169,14 +169,14 @@ def accumulated(
 
 
 def takes_more_keys(k: Tensor) -> bool:
-    """True if a fast kernel computes causal attention of fewer queries than keys, of the kind of k."""
+    """True if a fast kernel computes causal attention with fewer queries than keys, for k's device and dtype."""
     return flash.takes(k, k, causal=True)
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, into: tuple[Tensor, Tensor] | None, *, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """out and lse of all queries over all keys, which see them all or causally; written to `into`, where given."""
+    """out and lse of all queries over all keys, full or causal; written to `into` if given."""
     part = _Part(_whole(q, k, causal=causal))
     backend = _backend(q, k, part)
     if backend is flash:
@@ -225,14 +225,14 @@ def _parts(q: Tensor, k: Tensor, spans: Sequence[Span], window: int | None) -> I
 
 
 def _splits_window(q: Tensor, window: int) -> bool:
-    """True if triangles and rectangles by the device's kernels are faster than a kernel that knows the window."""
+    """True if triangles and rectangles by the device's kernels are faster than a kernel with the window."""
     if flash.takes(q, q, causal=True, window=window):  # of as many queries as keys, as the tiles' triangles
         return False
     return window >= SMALLEST_WINDOW and library.takes(q, q, causal=True, window=None)
 
 
 def _backend(q: Tensor, k: Tensor, part: _Part) -> Any:
-    """The module that computes a part: the first that takes it."""
+    """The module that computes a part: the first that supports it."""
     causal, window = part.span.causal, part.window
     backends = (flash, library, reference) if part.packed is None else PACKED
     return next(each for each in backends if each.takes(q, k, causal=causal, window=window))

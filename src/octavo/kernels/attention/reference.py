@@ -19,7 +19,7 @@ BLOCK = 512
 
 
 def takes(q: Tensor, k: Tensor, *, causal: bool, window: int | None) -> bool:
-    """True: this computes all of it."""
+    """True: the reference computes every call."""
     return True
 
 
@@ -34,7 +34,7 @@ def forward(
         causal: query i attends to keys up to i + Tk − Tq.
         scale: of the logits.
         window: only the last `window` of these keys; None for all.
-        packed: sequences without a key in two samples, as many queries as keys: only keys of the query's sequence.
+        packed: sequences, none across two samples, with as many queries as keys. A query attends only to keys of its sequence.
 
     Returns:
         out [B, Tq, H, D], 0 for a query that sees no key, and lse [B, H, Tq], −∞ for it; float32, float64 for float64 inputs.
@@ -57,7 +57,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k and v, float32 (float64 for float64 inputs).
 
-    With `out` and `lse` of a softmax over more keys than these, they are these keys' parts of the gradients.
+    `out` and `lse` may be those of a softmax over more keys; the results are then the given keys' parts of the gradients.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     dq, dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v))
@@ -79,7 +79,7 @@ def backward(
 def _blocks(
     q: Tensor, k: Tensor, causal: bool, window: int | None, packed: Packing | None
 ) -> Iterator[tuple[slice, slice, Tensor | None]]:
-    """Queries, the keys that some of them see, and a mask that broadcasts to [B, G, H/G, queries, keys], if not all see all."""
+    """Queries, the keys that some of them see, and a mask [B, G, H/G, queries, keys] (broadcast) or None."""
     queries, keys = q.shape[1], k.shape[1]
     ahead = keys - queries
     number = None
@@ -110,5 +110,5 @@ def _logits(q: Tensor, k: Tensor, seen: Tensor | None, scale: float) -> Tensor:
 
 
 def _finite(lse: Tensor) -> Tensor:
-    """An empty row's logarithm is −∞; with 0 in its place its probabilities are exp(−∞ − 0) = 0, not NaN."""
+    """0 instead of −∞ for a row without keys: its probabilities are then exp(−∞ − 0) = 0, not NaN."""
     return lse.masked_fill(lse == -torch.inf, 0.0)

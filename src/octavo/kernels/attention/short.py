@@ -25,7 +25,7 @@ from octavo.kernels.tiles import adjacent_columns, cdiv, next_power_of_2
 LONGEST = 512
 """With more tokens than this, kernels for long sequences waste little."""
 NARROWEST = 16
-"""Rows or columns of the smallest tile that a matrix instruction takes."""
+"""Rows or columns of the smallest tile of a matrix instruction."""
 
 
 class Tiles(NamedTuple):
@@ -61,7 +61,7 @@ def tiles_for(tokens: int, head_dim: int) -> tuple[Tiles, Tiles, Tiles]:
 
 
 def takes(dtype: torch.dtype, tokens: int, head_dim: int) -> bool:
-    """True if the kernels take such heads: at most `LONGEST` tokens and 128 columns, no float32."""
+    """True if the kernels support such heads: at most `LONGEST` tokens and 128 columns, no float32."""
     return dtype in (torch.bfloat16, torch.float16) and 0 < tokens <= LONGEST and head_dim <= 128 and head_dim % 8 == 0
 
 
@@ -146,7 +146,7 @@ def launch_backward(
 def forward(qkv: Tensor, heads: int, groups: int, scale: float) -> tuple[Tensor, Tensor]:
     """`reference.attention`: softmax(q · kᵀ · scale) · v, every query with every key.
 
-    qkv: [B, T, (H + 2G)·D], rows in any stride; on a GPU as `takes` says. scale: > 0.
+    qkv: [B, T, (H + 2G)·D], rows with any stride; on a GPU within the limits of `takes`. scale: > 0.
     """
     if qkv.device.type == "cuda":
         return launch(qkv, heads, groups, scale)

@@ -1,4 +1,4 @@
-"""PyTorch's FlashAttention-2 of several sequences in one call, with its log-sum-exp: boundaries are read on the GPU alone.
+"""PyTorch's FlashAttention-2 of several sequences in one call, with its log-sum-exp: boundaries are read only on the GPU.
 
 The operators behind `torch.nn.attention.varlen.varlen_attn`, whose backward accepts no log-sum-exp. Slower than cuDNN's kernels
 for long sequences, but one launch for all of them, the same for every packing.
@@ -19,9 +19,9 @@ HEADS = (64, 96, 128)
 
 
 def takes(q: Tensor, k: Tensor, *, causal: bool, window: int | None) -> bool:
-    """True if this computes it: 16 bits, from Ampere on; a window only with causal attention.
+    """True if the operators compute the call: 16 bits, from Ampere on; a window only with causal attention.
 
-    Not on a GPU that is to repeat its bits: its backward does not with grouped heads.
+    Not on a GPU with deterministic algorithms required: with grouped heads its backward is not.
     """
     if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16) or q.shape[-1] not in HEADS:
         return False

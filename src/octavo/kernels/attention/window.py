@@ -1,4 +1,4 @@
-"""A sliding window as triangles and rectangles, for kernels that know only causal and full attention.
+"""A sliding window as triangles and rectangles, for kernels with only causal and full attention.
 
 Rows of W queries attend to a triangle of their W keys, and to the part of the previous W − 1 keys that is still in the window:
 the mirror image of a triangle. With queries and keys in reverse order it is causal attention too. So a window costs as many
@@ -13,9 +13,9 @@ from octavo.kernels.attention.pattern import Span
 
 
 def tiles(span: Span, window: int) -> Iterator[Span]:
-    """The spans of a causal span in which each query sees at most `window` keys; as many keys as queries at least.
+    """Split a causal span, with at least as many keys as queries, into spans in which each query sees at most `window` keys.
 
-    A causal one has as many keys as queries.
+    Each causal result has as many keys as queries.
     """
     for tile in _tiles(span.q1 - span.q0, span.k1 - span.k0, window):
         q0, q1, k0, k1, causal, mirrored = tile

@@ -3,8 +3,8 @@
 PyTorch's kernels sum in passes over all tokens, and where the head shares its weight, another pass over both matrices adds its
 gradient. Here tokens are sorted by their words, and a program sums the rows of a word: most words have one, which is read and
 written once. A word of thousands of tokens would keep one program for long. So sums end where a chunk of the sorted tokens
-ends, and a second kernel adds up the parts of words that go over such an end. No size depends on the ids: nothing waits for the
-GPU, and CUDA graphs record it. The head's gradient is added to in place, as each row is written.
+ends, and a second kernel adds up the parts of words that go over such an end. No size depends on the ids: the host never waits
+for the GPU, and CUDA graphs record it. The head's gradient is added to in place, as each row is written.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rows of a matrix by token ids, rounded as they are read: a float32 weight needs no second pass for a stream in bf16.
 
-An id outside the vocabulary gives a row of NaN, as the loss does for such a label: PyTorch's kernel ends the process's use of
-the GPU instead.
+An id outside the vocabulary gives a row of NaN, as the loss does for such a label: PyTorch's kernel instead raises an assertion
+that ends the process's use of the GPU.
 """
 
 from __future__ import annotations

@@ -65,10 +65,10 @@ def launch_backward(
 
 
 def expert_activation(name: str, x: Tensor, weights: Tensor, routes: Routes, quantizer: Quantizer) -> QuantizedTensor:
-    """An activation [R, F] times the weight of each row, computed in float32 and stored as `quantizer` says.
+    """An activation [R, F] times the weight of each row, computed in float32 and stored by `quantizer`.
 
-    name: of `reference.activation_named`. x: [R, F], or [R, 2F], all gates before all ups. weights: float32 [R]. quantizer:
-    with a scale and an amax an expert, float32 [E].
+    name: an activation of `reference.activation_named`. x: [R, F], or [R, 2F], all gates before all ups. weights: float32 [R].
+    quantizer: with a scale and an amax per expert, float32 [E].
     """
     if routes.tile == TILE:
         return launch(name, x, weights, routes, quantizer)
@@ -85,9 +85,9 @@ def expert_activation_backward(
     *,
     recompute: Quantizer | None = None,
 ) -> tuple[QuantizedTensor, QuantizedTensor | None, Tensor]:
-    """The gradients of `expert_activation`'s x, stored as `quantizer` says, and of its weights, float32 [R].
+    """The gradients of `expert_activation`'s x, stored by `quantizer`, and of its weights, float32 [R].
 
-    dy: [R, F]. recompute: in the same pass the result of forward, with its bits, stored as this quantizer says. Rows after the
+    dy: [R, F]. recompute: in the same pass the result of forward, with its bits, stored by this quantizer. Rows after the
     last expert's are undefined.
     """
     if routes.tile == TILE:

@@ -1,9 +1,9 @@
 """Assignments of tokens to experts other than by the largest logits: Sinkhorn's iteration, and round robin. No gradients.
 
-The iteration stops by a flag on the device, and the host reads it once in `STRIDE` steps: a GPU is waited for once a call in
-most cases, and the result does not depend on the stride. In a CUDA graph all `LIMIT` steps run, with the same result.
+The iteration stops by a flag on the device, and the host reads it once in `STRIDE` steps: the host waits for a GPU once per
+call in most cases, and the result does not depend on the stride. In a CUDA graph all `LIMIT` steps run, with the same result.
 
-Legend: T tokens, K experts of a token (`top_k`), E experts.
+Legend: T tokens, K experts per token (`top_k`), E experts.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ import torch
 from torch import Tensor
 
 TOLERANCE = 1e-4
-"""Mean change of the factors of the experts below which the iteration ends."""
+"""The iteration ends when the mean change of the experts' factors is below this."""
 LIMIT = 256
 """Largest number of steps; the algorithm itself has no limit.
 
-The addend of its sums scales all factors alike in each step. That changes no order of experts, but with factors above some 10⁴
-it stays above the tolerance for more than 20,000 steps, in float64 too. At 4096 tokens of 8 experts with logits of standard
-deviation 5, the experts of 0.05% of the tokens differ between steps 256 and 20,000; of deviation 10, 0.8%.
+The addend of its sums scales all factors alike in each step. The order of the experts stays the same, but with factors above
+some 10⁴ it stays above the tolerance for more than 20,000 steps, in float64 too. At 4096 tokens of 8 experts with logits of
+standard deviation 5, the experts of 0.05% of the tokens differ between steps 256 and 20,000; of deviation 10, 0.8%.
 """
 STRIDE = 16
-"""Steps between two looks at the flag: logits of a router take 3 to 15 steps."""
+"""Steps between two reads of the flag: logits of a router take 3 to 15 steps."""
 _EPS = 1e-8
 
 
-# A compiler cannot trace an end that depends on data.
+# A compiler cannot trace a loop whose end depends on data.
 @torch.compiler.disable
 @torch.no_grad()
 def sinkhorn_factors(logits: Tensor, counted: Tensor | None = None) -> Tensor:
-    """Logarithms of the factors of the experts, float32 [E], of logits float32 [T, E]: tokens go to the largest sums of both.
+    """Logarithms of the experts' factors, float32 [E], for logits float32 [T, E]; a token's experts have the largest sums.
 
     The factors of tokens and experts that give exp(logits) rows of sum 1 / T and columns of sum 1 / E, iterated alternately. A
     token's factor does not change the order of its experts. counted: bool [T], the tokens that take part; all if absent. NaN
@@ -71,6 +71,6 @@ def sinkhorn(logits: Tensor, top_k: int, counted: Tensor | None = None) -> Tenso
 
 
 def round_robin(logits: Tensor, top_k: int) -> Tensor:
-    """Experts K·t to K·t + K - 1 modulo E of token t, int64 [T, K]: loads that differ by one at most, whatever the logits."""
+    """Experts K·t to K·t + K - 1 modulo E of token t, int64 [T, K]: loads that differ by at most one, whatever the logits."""
     tokens, experts = logits.shape
     return torch.arange(tokens * top_k, device=logits.device).remainder(experts).view(tokens, top_k)

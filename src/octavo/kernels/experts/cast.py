@@ -1,6 +1,6 @@
-"""Casts of experts' operands: stacked matrices with a scale each, and rows with scales that they choose themselves.
+"""Casts of experts' operands: stacked matrices with a scale each, and rows with current scales.
 
-Scales of stacked FP8 operands: [E] for one a matrix, [E, N, 1] for one a row, [E, ⌈N/128⌉, ⌈K/128⌉] for blocks. Of rows: [E],
+Scales of stacked FP8 operands: [E] per matrix, [E, N, 1] per row, [E, ⌈N/128⌉, ⌈K/128⌉] for blocks. Of rows: [E],
 [R, 1] or [R, ⌈C/128⌉], and columnwise [E], [E, C, 1] or [C, pieces], where each expert's pieces of 128 rows begin at its first.
 """
 
@@ -153,7 +153,7 @@ def _joined(parts: list[Scaled | None], dim: int, scale_dim: int | None) -> Scal
 
 
 def _by_columns(x: Tensor, routes: Routes, dtype: torch.dtype, fp8_max: float) -> Scaled:
-    """Columnwise with a scale for each column of each expert; rows after the last expert's belong to none."""
+    """Columnwise with a scale for each column of each expert; rows after the last expert's belong to no expert."""
     experts = len(routes.ends)
     tiles = reference.amax(x.unflatten(0, (-1, TILE)), 1)
     index = routes.experts.long()[:, None].expand_as(tiles)

@@ -1,8 +1,8 @@
 """Products of experts' rows and stacked matrices, in one launch on Hopper and without waiting for their sizes.
 
-PyTorch's grouped FP8 product takes only E4M3 with a scale per row. Here a persistent Triton kernel takes every pair of formats
-and every kind of scale; the sizes of groups stay on the device. bfloat16 uses PyTorch's grouped product. On other devices there
-is one product per expert.
+PyTorch's grouped FP8 product supports only E4M3 with a scale per row. Here a persistent Triton kernel supports every pair of
+formats and every kind of scale; the sizes of groups stay on the device. bfloat16 uses PyTorch's grouped product. On other
+devices there is one product per expert.
 
 Groups with separate matrices and sizes known on the host, as in `octavo.nn.GroupedLinear`, use the same code.
 
@@ -204,7 +204,7 @@ def launch_weights(a: Operand, b: Operand, routes: Routes, out_dtype: torch.dtyp
 
 
 def _takes(routes: Routes, *sizes: int) -> bool:
-    """True if the kernels take these: rows in tiles, and sizes whose rows begin at multiples of 16 bytes."""
+    """True if the kernels support these operands: rows in tiles, and sizes whose rows begin at multiples of 16 bytes."""
     return routes.tile == TILE and all(size % gemm.ALIGNMENT == 0 for size in sizes)
 
 
@@ -266,12 +266,12 @@ def grouped_weight_mm(a: Operand, b: Operand, routes: Routes, out_dtype: torch.d
 
 
 def _aligned(scale: Tensor) -> Tensor:
-    """Scales in separate memory: cuBLAS wants them at multiples of 16 bytes."""
+    """Scales in separate memory: cuBLAS requires alignment to 16 bytes."""
     return scale.clone(memory_format=torch.contiguous_format)
 
 
 def _bounds(routes: Routes) -> list[tuple[int, int]]:
-    """First row and end of each expert; a GPU is waited for."""
+    """First row and end of each expert; the host waits for a GPU."""
     if routes.splits is not None:
         return routes.bounds
     ends = routes.ends.tolist()
@@ -279,13 +279,13 @@ def _bounds(routes: Routes) -> list[tuple[int, int]]:
 
 
 def takes_groups(device: torch.device, dtype: torch.dtype, b: Sequence[Tensor]) -> bool:
-    """True if `grouped_mm_of_splits` has one launch for these: bfloat16 on Hopper, rows in multiples of 16 bytes."""
+    """True if `grouped_mm_of_splits` needs only one launch: bfloat16 on Hopper, rows in multiples of 16 bytes."""
     grouped = len(b) > 1 and gemm.has_grouped_products(device)
     return grouped and dtype == torch.bfloat16 and all(n % 8 == 0 for n in b[0].shape)
 
 
 def grouped_mm_of_splits(a: Tensor, splits: Sequence[int], b: Tensor) -> Tensor:
-    """a [M, C], so many rows for each matrix of b [G, C, N], in bfloat16: [M, N], in one launch."""
+    """a [M, C], of which `splits` rows belong to each matrix of b [G, C, N], in bfloat16: [M, N], in one launch."""
     return _of_pytorch(a.contiguous(), b, _on_device(list(itertools.accumulate(splits)), a.device))
 
 
@@ -299,7 +299,7 @@ def grouped_mm_of_each(
 ) -> Tensor:
     """`octavo.kernels.gemm.scaled_mm` of each pair, one result below the other: [M₀ + M₁ + …, N]. A group may have no rows.
 
-    One launch where all have a scale a row, and sizes that the kernels take; else one product after the other.
+    One launch if all operands have row scales and supported sizes; otherwise one launch per product.
     """
     biases = biases or [None] * len(b)
     sizes = [len(data) for data, _ in a]
@@ -324,7 +324,7 @@ def grouped_mm_of_each(
 
 
 def _lengthened(x: Tensor, rows: int) -> Tensor:
-    """x with zeros appended, so many rows in all."""
+    """x with zeros appended, up to `rows` rows."""
     return x if len(x) == rows else functional.pad(x, (0, 0, 0, rows - len(x)))
 
 

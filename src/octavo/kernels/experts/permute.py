@@ -121,18 +121,18 @@ def launch(x: Tensor, routes: Routes, quantizer: Quantizer) -> QuantizedTensor:
 
 
 def allocate_rows(quantizer: Quantizer, rows: int, columns: int, device: torch.device) -> QuantizedTensor:
-    """Memory for the layouts of `quantizer`, with an inverse scale an expert."""
+    """Memory for the layouts of `quantizer`, with an inverse scale per expert."""
     out = allocate(quantizer._replace(scale=None), rows, columns, device)
     return of_one_scale(out.rowwise_data, out.columnwise_data, inverse(quantizer.scale))
 
 
 def inverse(scale: Tensor | None) -> Tensor | None:
-    """1 / scale of each expert, float32 [E]; a copy, since a slot takes another scale before backward."""
+    """1 / scale of each expert, float32 [E]; a copy, since the slot's scale may change before backward."""
     return None if scale is None else inverse_(scale, torch.empty_like(scale))
 
 
 def permute(x: Tensor, routes: Routes, quantizer: Quantizer) -> QuantizedTensor:
-    """Copies [R, C] of the rows of x [T, C] in the order of `routes`, stored as `quantizer` says, a scale an expert.
+    """Copies [R, C] of the rows of x [T, C] in the order of `routes`, stored by `quantizer`, with a scale per expert.
 
     quantizer: its scale and amax are float32 [E]; columnwise only with a scale.
     """
@@ -142,7 +142,7 @@ def permute(x: Tensor, routes: Routes, quantizer: Quantizer) -> QuantizedTensor:
 
 
 def quantize_rows(rows: Tensor, routes: Routes, quantizer: Quantizer) -> QuantizedTensor:
-    """A float32 matrix [R, C] as `quantizer` says, with a scale and an amax an expert, in plain PyTorch: the definition."""
+    """A float32 matrix [R, C] in `quantizer`'s layouts, a scale and an amax per expert, in plain PyTorch: the definition."""
     expert = routes.expert_of_rows
     if quantizer.amax is not None:
         largest = reference.amax(rows, 1)

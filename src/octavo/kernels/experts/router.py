@@ -53,7 +53,7 @@ def gradients(
             product = torch.mm(joined.t(), x, out_dtype=torch.float32)
             d_weight = product.unflatten(0, (len(parts), -1)).sum(0).to(weight.dtype)
         if want_x and dx is not None and others:
-            # Without the products that are below float32's last place.
+            # Products below float32's last place are left out.
             pairs = [(one, other) for i, one in enumerate(parts) for j, other in enumerate(others) if i + j < len(parts)]
             left = joined if len(others) == 1 else torch.cat([one for one, _ in pairs], 1)
             return torch.addmm(dx, left, torch.cat([other for _, other in pairs])), d_weight

@@ -52,7 +52,7 @@ class Routes:
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """All tensors, for a backward."""
+        """All tensors, to save for backward."""
         return self.tokens, self.rows, self.experts, self.ends
 
     @property
@@ -62,14 +62,14 @@ class Routes:
 
     @property
     def bounds(self) -> list[tuple[int, int]]:
-        """First row and end of each expert; only where rows are exact."""
+        """First row and end of each expert; only if rows are exact."""
         assert self.splits is not None
         ends = torch.tensor(self.splits).cumsum(0).tolist()
         return [(end - count, end) for end, count in zip(ends, self.splits, strict=True)]
 
 
 def most_rows(copies: int, experts: int, tile: int) -> int:
-    """Rows that so many copies of tokens need at most."""
+    """Largest number of rows that `copies` copies of tokens need."""
     used = min(experts, copies)
     return copies if tile == 1 else -(-(copies + used * (tile - 1)) // tile) * tile
 
@@ -95,7 +95,7 @@ def _count_copies(chosen_ptr, counts_ptr, tokens_ptr, copies, rows, experts, EXP
 
 @triton.jit
 def _add_up_before(counts_ptr, totals_ptr, blocks, experts, BLOCKS: tl.constexpr):
-    """An expert's copies in each block become those in all blocks before."""
+    """Replace an expert's copies in each block by its copies in all earlier blocks (an exclusive sum)."""
     expert = tl.program_id(0)
     total = 0
     for first in range(0, blocks, BLOCKS):
@@ -153,7 +153,7 @@ def launch(chosen: Tensor, experts: int) -> Routes:
 def make_routes(chosen: Tensor, experts: int, tile: int | None = None) -> Routes:
     """Sort the copies of tokens by expert, in the order of tokens.
 
-    chosen: int64 [T, K], the experts of each token. tile: `TILE` or 1; that of the device if absent.
+    chosen: int64 [T, K], the experts of each token. tile: `TILE` or 1; the device's if None.
     """
     tile = tile_of_device(chosen.device) if tile is None else tile
     if tile == TILE and chosen.device.type == "cuda":
@@ -167,7 +167,7 @@ def make_routes(chosen: Tensor, experts: int, tile: int | None = None) -> Routes
     at = torch.arange(len(flat), device=device) + shift[ordered]
     rows = torch.empty_like(flat).scatter_(0, order, at).view(chosen.shape)
     size = most_rows(len(flat), experts, tile)
-    if tile == TILE and not size:  # no grid of a kernel is empty
+    if tile == TILE and not size:  # a kernel's grid may not be empty
         size = TILE
     tokens = torch.full((size,), -1, dtype=torch.int64, device=device).scatter_(0, at, order // top_k)
     starts = torch.arange(0, size, tile, device=device)

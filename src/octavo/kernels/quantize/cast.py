@@ -17,7 +17,7 @@ from octavo.kernels.quantize.packed_transpose import load_row_groups, packed_row
 from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer, allocate, of_one_scale, quantize, without_elements
 from octavo.kernels.tiles import adjacent_columns, cdiv, load_tile, tile_of
 
-# The fastest of the tiles tried at 16384 × 4096 on an H200: 3.7 TB/s in groups of four rows, 2.7 by single rows.
+# The fastest tiles of those measured at 16384 × 4096 on an H200: 3.7 TB/s in groups of four rows, 2.7 by single rows.
 _GROUPS, _GROUP_COLUMNS = 32, 64
 _TILE_ROWS, _TILE_COLUMNS, _WARPS = 64, 128, 4
 _TRANSPOSE_GROUPS, _TRANSPOSE_WORDS, _TRANSPOSE_WARPS = 64, 32, 8
@@ -95,7 +95,7 @@ def cast_tiles(
     x_ptr, scale_ptr, amax_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr,
     rows, columns, stride, one, TWICE: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
 ):  # fmt: skip
-    """Cast a tile, whatever the rows."""
+    """Cast a tile of any number of rows."""
     tile = tl.program_id(0)
     r, c, inside = tile_of(tile, rows, columns, TILE_R, TILE_C)
     x = load_tile(x_ptr, r, c, stride, inside)
@@ -162,7 +162,7 @@ def cast_packed(
 
 
 def row_tiles(x: Tensor, columnwise: bool) -> int | None:
-    """Number of row tiles in the column sums of a cast of this matrix; None: it leaves no sums."""
+    """Number of row tiles in the column sums of a cast of this matrix; None if the cast computes no sums."""
     return cdiv(x.shape[0], 4 * _GROUPS) if columnwise and x.shape[0] % 4 == 0 and gemm.is_native(x.device) else None
 
 
@@ -208,7 +208,7 @@ def launch_transpose(q: Tensor, out: Tensor) -> Tensor:
 
 
 def transpose(q: Tensor, out: Tensor | None = None) -> Tensor:
-    """Transpose an FP8 matrix [R, C] to a new contiguous [C, R] or to `out`; rows of both in any stride."""
+    """Transpose an FP8 matrix [R, C] to a new contiguous [C, R] or to `out`; rows of both with any stride."""
     out = q.new_empty(q.shape[1], q.shape[0]) if out is None else out
     in_words = not any(n % 4 for x in (q, out) for n in (*x.shape, x.stride(0), x.storage_offset()))
     if q.device.type == "cuda" and q.stride(1) == out.stride(1) == 1 and in_words:

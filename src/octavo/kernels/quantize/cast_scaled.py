@@ -2,8 +2,8 @@
 
 Current, rowwise and block scaling take a scale from the values that it scales: in plain PyTorch four passes or more over
 float32 copies, for each layout. Here a tile of whole blocks is read once, and both layouts are written; scales for rows and for
-columns take a second read, since no tile holds both. The scales are those of `reference.scale_from_amax`, bit for bit. An amax
-joined over ranks takes `amax` and `cast` instead.
+columns need a second read, since no tile holds both. The scales are those of `reference.scale_from_amax`, bit for bit. An amax
+reduced over ranks needs `amax` and `cast` instead.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ Layouts = tuple[Scaled | None, Scaled | None]
 
 @triton.jit
 def _row_amaxes(x):
-    """The maximum of nothing but NaN is NaN, and `larger` makes it 0."""
+    """Row amaxes: the maximum of a row of NaN is NaN, which `larger` turns into 0."""
     return larger(0.0, tl.max(tl.abs(x.to(tl.float32)), axis=1))
 
 
@@ -130,7 +130,7 @@ def _cast_whole_rows(
 
 @triton.jit
 def _of_expert(column_ptr, experts_ptr, tile, columns, TILE_R: tl.constexpr, TILE_C: tl.constexpr):
-    """Where the amaxes or scales of columns begin: those of a tile's expert, or of all rows."""
+    """Pointer to the columns' amaxes or scales: a tile's expert's, or all rows'."""
     if experts_ptr is not None:
         row = tile // tl.cdiv(columns, TILE_C) * TILE_R
         column_ptr += tl.load(experts_ptr + row // _EXPERT_ROWS).to(tl.int64) * columns
@@ -155,7 +155,7 @@ def _cast_scales(
     row_amax_ptr, row_scale_ptr, row_inv_ptr, column_amax_ptr, column_scale_ptr, column_inv_ptr, rows, of_columns,
     FP8_MAX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Separate from the cast, whose tiles would repeat the division for their rows and columns: half of all instructions."""
+    """Compute scales separately: each tile of the cast would repeat the divisions, half of all its instructions."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if row_amax_ptr is not None:
         amax = tl.load(row_amax_ptr + at, mask=at < rows, other=0).to(tl.float32, bitcast=True)
@@ -382,7 +382,7 @@ def launch_blocks(x: Tensor, dtype: torch.dtype, fp8_max: float, rows: int, *, r
 
 
 def amax(x: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Largest |x| in float32, NaN ignored, float32 []; x of any shape. One read on a GPU. out: receives it, 0 before."""
+    """Largest |x| in float32, NaN ignored, float32 []; x of any shape. One read on a GPU. out: receives the result; zeroed."""
     if x.device.type == "cuda" and not torch.compiler.is_compiling():
         return launch_amax(x, out=out)
     return reference.amax(x) if out is None else out.copy_(reference.amax(x))
@@ -407,12 +407,12 @@ Operators = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 # Inductor's code for CPUs (torch 2.13) reads outside the blocks of a padded matrix: scales of 1e31 out of 289 rows.
 @torch.library.custom_op("octavo::cast_parts", mutates_args=())
 def _cast_parts(x: Tensor, dtype: torch.dtype, fp8_max: float, block: int, rowwise: bool, columnwise: bool) -> Operators:
-    """`rows` (block 0) or `blocks` of so many rows, as one operator to a compiler."""
+    """`rows` (block 0) or `blocks` of `block` rows, as one operator to a compiler."""
     if block:
         scaled = blocks(x, dtype, fp8_max, block, rowwise=rowwise, columnwise=columnwise)
     else:
         scaled = rows(x, dtype, fp8_max, rowwise=rowwise, columnwise=columnwise)
-    # An operator may not return views: of its argument, or of another result.
+    # An operator may not return views of its argument or of another result.
     parts = [x.new_empty(0) if part is None else part.clone(memory_format=torch.contiguous_format)
              for layout in scaled for part in (layout or (None, None, None))]  # fmt: skip
     return parts[0], parts[1], parts[2], parts[3], parts[4], parts[5]
@@ -459,7 +459,7 @@ def _scaled(scaled: tuple[Tensor, Tensor]) -> Scaled:
 def rows(
     x: Tensor, dtype: torch.dtype, fp8_max: float, *, rowwise: bool, columnwise: bool, join: Join | None = None
 ) -> Layouts:
-    """FP8 with one scale a row: of x [R, C] if `rowwise`, and of xᵀ [C, R], a scale for each column of x, if `columnwise`.
+    """FP8 with one scale per row: of x [R, C] if `rowwise`, and of xᵀ [C, R], a scale for each column of x, if `columnwise`.
 
     Scales are [R, 1] and [C, 1]. On a GPU `rowwise` alone is one pass over x, otherwise two. join: joins the amaxes of columns
     with other ranks that hold more rows; not in compiled code.

@@ -15,7 +15,7 @@ from octavo.kernels.fast_math import INTERPRETED
 
 @triton.jit
 def load_row_groups(x_ptr, g, c, stride, inside):
-    """Rows 4 g, 4 g + 1, 4 g + 2 and 4 g + 3, a tile each: a compiler moves no load before a store, so all come first."""
+    """Rows 4 g, 4 g + 1, 4 g + 2 and 4 g + 3, a tile each. Loads come first: compilers move no load before a store."""
     at = x_ptr + (g * 4)[:, None].to(tl.int64) * stride + c[None, :]
     step = tl.cast(stride, tl.int64)
     return (
@@ -28,7 +28,7 @@ def load_row_groups(x_ptr, g, c, stride, inside):
 
 @triton.jit
 def store_packed(packed, columnwise_ptr, g, c, stride, inside):
-    """Store words [G, C] of a matrix transposed: column c is row c of the result, whose rows are `stride` bytes apart.
+    """Store words [G, C] of a transposed matrix: column c is row c of the result, whose rows are `stride` bytes apart.
 
     inside: by groups, not rows, so that the compiler sees equal masks of neighbours and stores several words at once.
     """
@@ -46,7 +46,7 @@ def packed_row(packed, before, x, ROW: tl.constexpr, DTYPE: tl.constexpr):
             packed = packed | ((low | (high << 8)) << (8 * (ROW - 1)))
         else:
             # Hopper converts two numbers at once and saturates: ±inf and numbers beyond the largest value become that, NaN
-            # stays. A pair of a column is another pair than one of a row, so each layout has a separate conversion: the ptxas
+            # stays. A column's pairs differ from a row's, so each layout has a separate conversion: the ptxas
             # of CUDA 12.9, which Triton brings, loses bytes when one conversion feeds the stores of both layouts.
             FORMAT: tl.constexpr = "e4m3x2" if tl.float8e4nv == DTYPE else "e5m2x2"
             HALVES: tl.constexpr = "{low, pair}" if ROW == 3 else "{pair, high}"

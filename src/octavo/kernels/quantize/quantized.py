@@ -1,6 +1,6 @@
 """`Quantizer`: dtype, scale and layouts of a kernel's result; `QuantizedTensor`: the result, an operand of FP8 products.
 
-An FP8 product sums over the last dimension of both operands, so a matrix in two products is needed as it is (rowwise) and
+An FP8 product sums over the last dimension of both operands, so a matrix in two products is needed as stored (rowwise) and
 transposed (columnwise). The kernel that computes a value stores both layouts itself: the value is never written in bf16. Both
 types hold plain tensors, which autograd saves. `octavo.fp8.quantizer` chooses dtype, scale and layouts.
 """
@@ -41,7 +41,7 @@ class QuantizedTensor(NamedTuple):
         rowwise_data: FP8 [R, C], for products that sum over C; without a scale, in high precision.
         rowwise_scale_inv: float32, multiplies FP8 back: [] | [R, 1] | [⌈R/rows⌉, ⌈C/128⌉].
         columnwise_data: FP8 [C, R], for products that sum over R.
-        columnwise_scale_inv: as `rowwise_scale_inv`, of the transposed matrix; with one scale a tensor the same tensor.
+        columnwise_scale_inv: as `rowwise_scale_inv`, of the transposed matrix; with one scale per tensor the same tensor.
     """
 
     rowwise_data: Tensor | None = None
@@ -77,7 +77,7 @@ class QuantizedTensor(NamedTuple):
 
 
 NOTHING = QuantizedTensor()
-"""Operand of a product that is not computed."""
+"""Placeholder operand of a product that is not computed."""
 
 
 def of_one_scale(rowwise: Tensor | None, columnwise: Tensor | None, scale_inv: Tensor | None) -> QuantizedTensor:
@@ -103,7 +103,7 @@ def without_elements(quantizer: Quantizer, out: QuantizedTensor) -> QuantizedTen
 
 
 def quantize(x: Tensor, quantizer: Quantizer) -> QuantizedTensor:
-    """A float32 matrix [R, C] as `quantizer` says, in plain PyTorch: the definition, and the path of devices without Triton."""
+    """A float32 matrix [R, C] in `quantizer`'s layouts, in plain PyTorch: the definition, and the path without Triton."""
     if quantizer.amax is not None:
         quantizer.amax.copy_(torch.maximum(quantizer.amax, reference.amax(x)))
     if not (quantizer.rowwise or quantizer.columnwise):
