@@ -285,7 +285,8 @@ def check(
     device, hardware, native = planned.device()
     check_sizes(config, hf_config, degrees, micro_batch, hardware, planned=target is not None, here=planned.gpu is None)
     blocks = blocks or config.model.blocks
-    config = _with_native_defaults(config, None if blocks == "own" else decoder_spec(hf_config)[0])
+    spec = None if blocks == "own" else decoder_spec(hf_config)[0]
+    config = _with_native_defaults(config, spec)
     # For names and shapes; building also checks the patterns of layers.
     model = build_model(hf_config, build_options(config, blocks=blocks), device="meta")
     factors_of(model, config.optimizer.rates, config.optimizer.layer_decay, keys=("optimizer.rates", "optimizer.layer_decay"))
@@ -352,7 +353,7 @@ def check(
         frozen_of_block=min(map(_frozen, model.layers)) if isinstance(model, Decoder) else 0,
         fp8_head=_fp8_head(model, recipe) if use else False,
     )
-    vars(plan)["model_on_meta"] = model  # it is built once
+    vars(plan).update(model_on_meta=model, spec=spec)  # they are built once
     _ = plan.muon  # raises for matrices that cannot be split
     return plan
 
