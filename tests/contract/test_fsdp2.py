@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_common, _fsdp_param, _fsdp_param_group, _fsdp_state
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 
 import ranks
 from octavo.errors import InputError
@@ -206,6 +206,38 @@ def order_of_replacements():
 
 def test_what_is_replaced_runs_in_the_written_order():
     assert ranks.run(2, order_of_replacements) == [["before", True, *adapter.BEFORE_REDUCTION, "end"]] * 2
+
+
+def facts():
+    """Of parameters over shards, replicas and experts: (the adapter's, FSDP2's), and whether shards and gradients are equal."""
+    mesh, found = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c")), []
+    for names, experts in (("b", None), (("a", "b"), None), ("b", "a"), (("a", "b"), "c")):
+        layer = nn.Linear(3, 8 if experts else 5, bias=False)  # five rows: the second rank has fewer than the first
+        if experts:
+            layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh[experts], [Shard(0)]))
+        fully_shard(layer, mesh=mesh[names])
+        group, raw = adapter.group_of(layer), fully_shard.state(layer)._fsdp_param_group
+        (ours,), (theirs,) = group.parameters, raw.fsdp_params
+        theirs.reset_sharded_param()
+        gradient = torch.randn_like(ours.shard)[: layer.weight.to_local().shape[0]]
+        ours.add_to_shard(gradient)
+        wanted = theirs.to_sharded_dtensor(gradient)
+        same = layer.weight.grad._spec == wanted._spec and torch.equal(layer.weight.grad.to_local(), gradient)
+        place = raw.mesh_info
+        found.append((
+            (ours.module, ours.name, ours.size, ours.device, ours.shard_group, ours.rank, ours.ranks, group.replicated),
+            (layer, "weight", theirs._orig_size, theirs.device, place.shard_process_group, place.shard_mesh_rank,
+             place.shard_mesh_size, isinstance(place, _fsdp_common.DDPMeshInfo)),
+            same and torch.equal(ours.flat_shard, theirs._sharded_param_data) and not group.is_gathered,
+        ))  # fmt: skip
+        layer.unshard()
+        found[-1] += (group.is_gathered and group.is_there and raw.is_unsharded,)
+        layer.reshard()
+    return [(ours == theirs, same, gathered, group.is_gathered) for ours, theirs, same, gathered in found]
+
+
+def test_dtensors_and_modules_say_what_fsdp2_has():
+    assert ranks.run(4, facts) == [[(True, True, True, False)] * 4] * 4
 
 
 def lacking():

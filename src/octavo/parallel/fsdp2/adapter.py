@@ -121,7 +121,8 @@ class Parameter:
         sizes = list(raw.sharded_param.shape)
         for behind, placement in enumerate(placements):
             if place is not None and behind > place and not placement.is_replicate():
-                sizes[placement.dim] //= mesh.size(behind)
+                sizes[placement.dim], rest = divmod(sizes[placement.dim], mesh.size(behind))
+                assert not rest, "as many experts on each rank"
         self.size = torch.Size(sizes)
         self.device = torch.device("cpu")
         if mesh.device_type != "cpu":
