@@ -119,6 +119,18 @@ def test_frozen_parameters_and_adapters_are_those_of_the_run():
     assert [name for name in targets if ".2." not in name] == ["model.layers.3.self_attn.q_proj"]
 
 
+def test_stored_names_count_where_no_other_does():
+    """layers.3.layernorm_mlp is the stored name of an MLP, whose norm alone the first pattern matches."""
+    for pattern, some in (("layers.3.*norm*", ".layernorm."), ("layers.3.layernorm_mlp*", ".fc1.")):
+        config = run_of("llama-1b", train=RUN["train"] | {"freeze": [pattern]})
+        model, few, chosen = shrunk(config)
+        frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+        wanted = {name for name, parameter in whole_model(config).named_parameters() if not parameter.requires_grad}
+        assert frozen == in_small(wanted, chosen)
+        assert any(some in name for name in frozen)
+        assert any("layernorm_mlp" in name for name in few.train.freeze) == (some == ".fc1.")
+
+
 def test_rates_make_no_kind_of_layers():
     config = run_of("llama-1b", optimizer={"rates": {"*": 0.5, "*.1.*": 0.25, "*.15.*": 0.125}})
     _, few, chosen = shrunk(config)

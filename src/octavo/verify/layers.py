@@ -67,7 +67,7 @@ def with_few_layers(config: RunConfig, hf_config: Any, spec: ModelSpec, experts:
     if not any(named.values()):
         return config, layers_of_each_kind(spec)
     model = build_model(hf_config, build_options(without_files(config), blocks="auto"), device="meta")
-    names = {"fp8": set(_of_fp8(model)), "parameters": set(_of_parameters(model))}
+    names = {"fp8": _of_fp8(model), "parameters": _of_parameters(model)}
     found: dict[str, dict[str, Hits]] = {key: {} for key in named}
     for key, patterns in named.items():
         for pattern in patterns:
@@ -75,8 +75,9 @@ def with_few_layers(config: RunConfig, hf_config: Any, spec: ModelSpec, experts:
                 chosen = adapted(model)
                 hits = _by_layer(() if chosen is None else chosen.targets)
             else:
-                every = names["fp8" if key.startswith("fp8.") else "parameters"]
-                hits = _by_layer(_outermost(name for name in every if fnmatch.fnmatchcase(name, pattern)))
+                # Names of files that were written by stored names count where no other does.
+                each = ([name for name in those if fnmatch.fnmatchcase(name, pattern)] for those in names[_kind_of_names(key)])
+                hits = _by_layer(_outermost(next((those for those in each if those), ())))
             if _tells_layers(hits, spec):
                 found[key][pattern] = hits
     marking = [hits for key, those in found.items() if key != "optimizer.rates" for hits in those.values()]
@@ -112,23 +113,33 @@ def _kind(spec: ModelSpec, layer: int) -> tuple[bool, bool]:
     return bool(spec.windows) and spec.windows[layer] is not None, layer in spec.dense
 
 
-def _of_parameters(model: nn.Module) -> Iterator[str]:
-    """The names of parameters and of the modules around them, Octavo's, the source's and those of files."""
-    way, stored = conversion_of(model), stored_names(model)
-    for name, _ in model.named_parameters():
-        for alias in (name, *(() if way is None else way.names(name)), stored.get(name, name)):
-            yield from itertools.accumulate(alias.split("."), "{}.{}".format)
+def _kind_of_names(key: str) -> str:
+    return "fp8" if key.startswith("fp8.") else "parameters"
 
 
-def _of_fp8(model: nn.Module) -> Iterator[str]:
-    """The names of layers with FP8 products and of the modules around them."""
-    way, stored = conversion_of(model), stored_names(model)
-    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    for name, _ in states_of(model):
-        parameters = {f"{name}.weight", f"{name}_weight"} & known
-        theirs = [] if way is None else [each.removesuffix(".weight") for one in parameters for each in way.names(one)]
-        for alias in (name, *theirs, stored.get(name, name)):
-            yield from itertools.accumulate(alias.split("."), "{}.{}".format)
+def _of_parameters(model: nn.Module) -> tuple[set[str], set[str]]:
+    """The names of parameters and of the modules around them, Octavo's and the source's; and the stored ones."""
+    way, names = conversion_of(model), [name for name, _ in model.named_parameters()]
+    known = [alias for name in names for alias in (name, *(() if way is None else way.names(name)))]
+    return _with_modules(known), _stored(model, names)
+
+
+def _of_fp8(model: nn.Module) -> tuple[set[str], set[str]]:
+    """The same of layers with FP8 products."""
+    way, names = conversion_of(model), [name for name, _ in states_of(model)]
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    weights = [weight for name in names for weight in (f"{name}.weight", f"{name}_weight") if weight in parameters]
+    theirs = [] if way is None else [each.removesuffix(".weight") for weight in weights for each in way.names(weight)]
+    return _with_modules([*names, *theirs]), _stored(model, names)
+
+
+def _stored(model: nn.Module, names: Iterable[str]) -> set[str]:
+    stored = stored_names(model)
+    return _with_modules(stored.get(name, name) for name in names)
+
+
+def _with_modules(names: Iterable[str]) -> set[str]:
+    return {each for name in names for each in (name, *_modules(name))}
 
 
 def _outermost(names: Iterable[str]) -> set[str]:
