@@ -42,6 +42,10 @@ IDLE = [
     ({"model__resize": True}, ["model.resize = true", "model.load = false", "model.load = true"]),
     ({"data__weights": [1]}, ["data.weights = [1.0]", "several sources in data.source"]),
     ({"data__source": "a.txt.gz", "data__text_field": "body"}, ['data.text_field = "body"', ".csv"]),
+    (
+        {"data__source": "a.jsonl", "data__format": "prompt", "data__text_field": "body"},
+        ['data.text_field = "body"', 'data.format = "prompt"', "the columns prompt and completion"],
+    ),
     ({"data__tokenizer": "gpt2", "data__vocab_size": 999}, ["data.vocab_size = 999", 'data.tokenizer = "gpt2"']),
     ({"data__text_field": "body"}, ['data.text_field = "body"', 'data.source = "text.txt"']),
     ({"data__source": ["a.jsonl", "b.parquet"], "data__split": "test"}, ['data.split = "test"', "a data set"]),

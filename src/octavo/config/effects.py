@@ -188,6 +188,12 @@ _NEEDS = (
         "a data.source with columns: .jsonl, .csv or .parquet files, or a data set",
     ),
     _Need(
+        ("data.text_field",),
+        ("data.format",),
+        lambda config: config.data.format != "prompt",
+        'data.format = "chat" or "text", since prompts are in the columns prompt and completion',
+    ),
+    _Need(
         ("data.subset", "data.split"),
         ("data.source",),
         lambda config: _any_data_set([*config.data.sources, *config.data.validation_sources]),
