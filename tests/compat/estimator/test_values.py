@@ -51,6 +51,11 @@ def twice():
     return [InputData(channel_name="train", data_source=folder) for folder in ("data", "src")]
 
 
+def _smp(parameters):
+    modelparallel = {"modelparallel": {"enabled": True, "parameters": parameters}}
+    return {"torch_distributed": {"enabled": True}, "smdistributed": modelparallel}
+
+
 REFUSED = [
     (lambda: trainer(input_data_config=twice()), "two channels are called 'train'"),
     (lambda: trainer().train(input_data_config=twice()), "two channels are called 'train'"),
@@ -77,6 +82,28 @@ REFUSED = [
     (lambda: PyTorch("src/train.py", instance_type="local", checkpoint_s3_uri=3), "checkpoint_s3_uri = 3 is no text"),
     (lambda: PyTorch("src/train.py", instance_type="local", base_job_name=["a"]), "base_job_name = ['a'] is no text"),
     (lambda: PyTorch(["src/train.py"], instance_type="local"), "entry_point = ['src/train.py'] is no text"),
+    (lambda: PyTorch("src/train.py", instance_type="local", dependencies=3), "dependencies = 3: give a list of paths"),
+    (lambda: PyTorch("src/train.py", instance_type="local", dependencies="lib"), "dependencies = 'lib': give a list of paths"),
+    (lambda: PyTorch("src/train.py", instance_type="local", dependencies=[3]), "dependencies = [3]: give a list of paths"),
+    (lambda: PyTorch("src/train.py", instance_type="local", environment=["A"]), "environment = ['A'] is no dictionary"),
+    (lambda: PyTorch("src/train.py", instance_type="local", distribution={1: {}}), "unknown key 1 in distribution"),
+    (lambda: PyTorch("src/train.py", instance_type="local", distribution=_smp({1: 2})), "unknown key 1. Known: hybrid"),
+    (lambda: PyTorch("src/train.py", instance_type="local", distribution=_smp(0)), "is 0: write a dictionary"),
+    (
+        lambda: PyTorch("src/train.py", instance_type="local", distribution=_smp({}) | {"smdistributed": 0}),
+        'distribution["smdistributed"] is 0: write',
+    ),
+    (
+        lambda: PyTorch("src/train.py", instance_type="local", distribution=_smp({}) | {"pytorchddp": "on"}),
+        "\"pytorchddp\" in distribution is 'on': write",
+    ),
+    (lambda: PyTorch("src/train.py", instance_type="local", environment=0), "environment = 0 is no dictionary"),
+    (lambda: trainer(environment=0), "environment = 0 is no dictionary"),
+    (lambda: trainer(hyperparameters=0), "hyperparameters = 0"),
+    (lambda: trainer(source_code=code(ignore_patterns=0)), "ignore_patterns = 0: give a list"),
+    (lambda: trainer(compute=Compute(instance_type=0)), "instance_type = 0 is no text"),
+    (lambda: trainer(training_mode=["local"]), "training_mode = ['local']: give Mode.LOCAL_CONTAINER"),
+    (lambda: trainer(input_data_config=[InputData(channel_name=["a"], data_source="data")]), "give InputData(channel_name=…"),
     (lambda: trainer(distributed=Torchrun), "is not started here: use Torchrun()"),
     (lambda: trainer(distributed=Torchrun(smp=SMP)), "give SMP(…)"),
     (lambda: trainer(input_data_config="data"), "input_data_config = 'data': give a list"),

@@ -227,11 +227,12 @@ def read_distribution(distribution: Mapping[str, Any] | None) -> Distribution:
                 continue
             raise InputError(f'distribution["{name}"] is not started here: use "torch_distributed", with one rank a GPU.')
         if name not in known:
-            guess = nearest(name, known)
+            guess = nearest(str(name), known)
             hint = f" Did you mean {guess!r}?" if guess else ""
             raise InputError(f"unknown key {name!r} in distribution.{hint} Known: {', '.join(known)}.")
-    distributed = any(_enabled(distribution, name) for name in ("torch_distributed", "pytorchddp"))
-    inside = distribution.get("smdistributed") or {}
+    starters = [_enabled(distribution, name) for name in ("torch_distributed", "pytorchddp")]  # each is checked
+    distributed = any(starters)
+    inside = {} if distribution.get("smdistributed") is None else distribution["smdistributed"]
     if not isinstance(inside, Mapping):
         raise InputError(f'distribution["smdistributed"] is {inside!r}: write {{"modelparallel": {{"enabled": True}}}}.')
     for name in inside:
@@ -254,7 +255,8 @@ def read_distribution(distribution: Mapping[str, Any] | None) -> Distribution:
             'distribution enables "smdistributed" "modelparallel" without "torch_distributed", which starts its ranks: add '
             '"torch_distributed": {"enabled": True}.'
         )
-    return Distribution(True, check_parameters(inside["modelparallel"].get("parameters") or {}))
+    parameters = inside["modelparallel"].get("parameters")
+    return Distribution(True, check_parameters({} if parameters is None else parameters))
 
 
 def _enabled(table: Mapping[str, Any], name: str) -> bool:
@@ -290,7 +292,7 @@ def check_parameters(parameters: Mapping[str, Any], where: str = ESTIMATOR.smp) 
                 f"{where} has {name!r} = {value!r}, a key of SMP v1. Octavo has those of v2: {', '.join(SMP_PARAMETERS)}."
             )
         if name not in SMP_PARAMETERS:
-            guess = nearest(name, SMP_PARAMETERS)
+            guess = nearest(str(name), SMP_PARAMETERS)
             hint = f" Did you mean {guess!r}?" if guess else ""
             raise InputError(f"{where}: unknown key {name!r}.{hint} Known: {', '.join(SMP_PARAMETERS)}.")
     InitConfig.from_dict({key: value for key, value in parameters.items() if key in InitConfig.model_fields}, where=where)

@@ -73,13 +73,17 @@ class PyTorch:
         self.entry_point, self.source_dir = str(text_of(entry_point, "entry_point")), text_of(source_dir, "source_dir")
         self.instance_type, self.instance_count, self.distribution = instance_type, instance_count, distribution
         self.output_path = text_of(output_path, "output_path")
-        if isinstance(dependencies, str) or not isinstance(environment or {}, Mapping):
-            raise InputError("dependencies is a list of paths, and environment a dictionary.")
+        paths = dependencies is None or isinstance(dependencies, list | tuple)
+        if not paths or not all(isinstance(path, str | Path) for path in dependencies or ()):
+            raise InputError(f"dependencies = {dependencies!r}: give a list of paths.")
+        environment = {} if environment is None else environment
+        if not isinstance(environment, Mapping):
+            raise InputError(f"environment = {environment!r} is no dictionary.")
         self.base_job_name = text_of(base_job_name, "base_job_name")
         self.dependencies, self.max_run = [str(path) for path in dependencies or ()], max_run
         self.checkpoint_s3_uri = text_of(checkpoint_s3_uri, ESTIMATOR.checkpoints)
         self.checkpoint_local_path = text_of(checkpoint_local_path, ESTIMATOR.checkpoint_path)
-        self.environment = check_variables(environment or {})
+        self.environment = check_variables(environment)
         self.latest_training_job: Job | None = None
         self.jobs: list[Job] = []
         self._hyperparameters = check_values(hyperparameters)

@@ -83,7 +83,7 @@ class ModelTrainer:
         **sdk: Any,
     ) -> None:
         check_sdk(sdk, "ModelTrainer", (*_OWN, *TRAINER_MEANINGLESS), TRAINER_REFUSED)
-        if getattr(training_mode, "value", training_mode) not in {mode.value for mode in Mode}:
+        if getattr(training_mode, "value", training_mode) not in [mode.value for mode in Mode]:
             raise InputError(f"training_mode = {training_mode!r}: give Mode.LOCAL_CONTAINER or leave it out.")
         self.training_mode, self.base_job_name = training_mode, base_job_name
         self.source_code, self.distributed, self.compute = source_code, distributed, compute
@@ -224,20 +224,22 @@ class ModelTrainer:
                 value = value_of({"SourceCode": code, "Compute": compute, "Networking": networking}[config], name)
                 if value not in (None, False, []):
                     raise InputError(f"{config}.{name} = {value!r}: {way}")
-        ignored = value_of(code, "ignore_patterns") or ()
+        ignored = value_of(code, "ignore_patterns")
+        ignored = () if ignored is None else ignored
         if not isinstance(ignored, list | tuple) or not all(isinstance(one, str) for one in ignored):
             raise InputError(f"SourceCode.ignore_patterns = {ignored!r}: give a list of patterns of names, such as ['data'].")
         if self.training_input_mode not in (None, "File", "FastFile"):
             raise InputError(
                 f'training_input_mode = {self.training_input_mode!r}: a channel is a folder of files here. Use "File".'
             )
-        kind, count = value_of(compute, "instance_type") or "ml.m5.xlarge", value_of(compute, "instance_count")
+        kind, count = value_of(compute, "instance_type"), value_of(compute, "instance_count")
+        kind = "ml.m5.xlarge" if kind is None else kind
         source_dir = text_of(value_of(code, "source_dir"), "source_dir")
         requirements = text_of(value_of(code, "requirements"), "SourceCode.requirements")
         if requirements and not Path(source_dir or ".", requirements).is_file():
             raise InputError(f"SourceCode.requirements = {requirements!r} is not in source_dir = {source_dir!r}.")
         processes, parameters = self._ranks()
-        environment = self.environment or {}
+        environment = {} if self.environment is None else self.environment
         if not isinstance(environment, Mapping):
             raise InputError(f"environment = {environment!r} is no dictionary.")
         hyperparameters = check_hyperparameters(self.hyperparameters, DRIVERS.arguments)

@@ -68,7 +68,7 @@ def channels_of(given: Any, key: str) -> dict[str, Any]:
     for one in given:
         channel = config_of(one, "InputData", key) if isinstance(one, Mapping) else one
         name = value_of(channel, "channel_name")
-        if not is_a(channel, "InputData", "Channel") or not name:
+        if not is_a(channel, "InputData", "Channel") or not name or not isinstance(name, str):
             raise InputError(f"{key}: {one!r}: give InputData(channel_name=…, data_source=…).")
         if name in found:
             raise InputError(f"{key}: two channels are called {name!r}: rename one, or give one folder with both.")
@@ -106,7 +106,7 @@ def hyperparameters_of(given: Any) -> Any:
         InputError: there is no such file, or it holds something else.
     """
     if not isinstance(given, str | Path):
-        return given or {}
+        return {} if given is None else given
     name, path = str(given), expanded(str(given), "hyperparameters")
     if not path.is_file():
         raise InputError(f"hyperparameters = {name!r}: there is no such file. Give a dictionary, or a JSON or YAML file.")
