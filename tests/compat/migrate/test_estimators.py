@@ -4,8 +4,10 @@ import pytest
 
 from octavo.compat import finder
 from octavo.compat.migrate.report import figures, lines, runs_unchanged
+from octavo.compat.migrate.run_file import run_file
 from octavo.compat.migrate.script import read
 from octavo.compat.sdk import SHIM as SDK
+from octavo.errors import InputError
 
 HEAD = "from sagemaker.pytorch import PyTorch\nimport sagemaker\nfrom sagemaker.inputs import TrainingInput\n"
 BIG = "'t.py', instance_type='ml.p4d.24xlarge'"
@@ -21,6 +23,10 @@ RUNS = [
     "e = PyTorch('t.py', instance_type='local')\ne.set_hyperparameters(a=1)\ne.hyperparameters(), e.model_data",
 ]
 FAILS = [
+    "PyTorch('t.py', instance_type='local', environment=0)",
+    "PyTorch('t.py', instance_type='local', dependencies=3)",
+    "PyTorch('t.py', instance_type='local', dependencies=[3])",
+    f"PyTorch({BIG}, distribution={{'torch_distributed': {{'enabled': True}}, 'pytorchddp': 'on'}})",
     "PyTorch('t.py')",
     "PyTorch('t.sh', instance_type='local')",
     "PyTorch('t.py', instance_type='local', nonsense=1)",
@@ -94,3 +100,56 @@ def test_files_and_addresses_of_a_call_are_not_said_to_be_there(place, text, tol
     assert figures(script)["estimators"][0]["unchecked"] == [told]
     assert runs_unchanged(script)
     assert not any(line.startswith("It runs unchanged") for line in lines(script))
+
+
+TRAINER = """from sagemaker.train import ModelTrainer
+from sagemaker.train.configs import Compute, InputData, SourceCode
+from sagemaker.train.distributed import SMP, Torchrun
+code, two = SourceCode(source_dir=".", entry_script="t.py"), Compute(instance_type="local", instance_count=2)
+"""
+ONE = "ModelTrainer(source_code=code, compute=two"
+TRAINS = [
+    f"{ONE}, distributed=Torchrun(smp=SMP(context_parallel_degree=2)), hyperparameters={{'a': 1}}).train(dry_run=True)",
+    f"{ONE}, role='r', environment={{'A': '1'}}).train(input_data_config=None, wait=False, logs=False, dry_run=True)",
+]
+TRAINS_NOT = [
+    "SMP(pipeline_parallel_degree=2)",
+    "SMP(tensor_parallel_degree=2, expert_parallel_degree=3)",
+    "SMP(context_parallel_degree='two')",
+    "Compute(instance_typ='local')",
+    f"{ONE}, training_recipe='x')",
+    f"{ONE}, recipe_overrides={{'run': {{}}}})",
+    f"{ONE}, hyperparameter={{}})",
+    f"{ONE}, entry_point='t.py')",
+    f"{ONE}, hyperparameters={{'--a': 1}})",
+    f"{ONE}, environment={{'A': None}})",
+    "ModelTrainer(source_code=SourceCode(source_dir='.', entry_script='t.py', command='python t.py')).train(dry_run=True)",
+    f"{ONE}).train(dry=True)",
+    "ModelTrainer.from_recipe('fine-tuning/llama')",
+    "ModelTrainer.from_jumpstart_config(None)",
+]
+
+
+@pytest.mark.parametrize("text", TRAINS)
+def test_a_call_of_the_trainer_that_is_said_to_run_is_made(place, text):
+    (place / "s.py").write_text(f"{TRAINER}{text}\n")
+    script = read(place / "s.py")
+    assert runs_unchanged(script)
+    assert any("not checked together" in note for note in script.notes)
+    assert lines(script)[-2].startswith("As far as it is read, it runs unchanged: python -m octavo.compat")
+    assert lines(script)[-1].startswith("or import ModelTrainer")
+    exec(f"{TRAINER}{text}", {})
+
+
+@pytest.mark.parametrize("text", TRAINS_NOT)
+def test_a_call_of_the_trainer_that_is_to_change_first_is_refused(place, text):
+    (place / "s.py").write_text(f"{TRAINER}{text}\n")
+    assert not runs_unchanged(read(place / "s.py"))
+    with pytest.raises(Exception):  # noqa: B017 - each has its own
+        exec(f"{TRAINER}{text}", {})
+
+
+def test_a_run_file_is_not_written_from_the_trainer(place):
+    (place / "s.py").write_text(f"{TRAINER}{TRAINS[0]}\n")
+    with pytest.raises(InputError, match=r"calls of ModelTrainer are not read for a run file\. Give the training script"):
+        run_file([read(place / "s.py")])

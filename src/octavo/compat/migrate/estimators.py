@@ -24,9 +24,17 @@ _CHECKS = {
     "hyperparameters": environment.check_hyperparameters,
 }
 """Argument → its check of `octavo.launch`."""
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
 _WRONG = {
-    "environment": lambda value: not isinstance(value or {}, dict),
-    "dependencies": lambda value: isinstance(value, str),
+    "environment": lambda value: value is not None and not isinstance(value, dict),
+    "dependencies": lambda value: (
+        value is not None and not (isinstance(value, list) and all(isinstance(each, str) for each in value))
+    ),
     "max_run": lambda value: value is not None and (type(value) not in (int, float) or not value > 0),
     "input_mode": lambda value: value not in (None, "File", "FastFile"),
     "entry_point": lambda value: not str(value).endswith(".py"),

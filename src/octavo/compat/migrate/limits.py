@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from octavo.compat.migrate.known import OPTIONAL, REST, UNKNOWN, RecipeValue, is_known
 from octavo.compat.migrate.sources import Signature, tables, takes
+from octavo.compat.migrate.trainers import UNSEEN, is_trainer, refused_by_trainer
 from octavo.compat.sagemaker.inputs import TrainingInput
 from octavo.compat.smp.configs import MoEConfig, SmpConfig
 from octavo.compat.te import limits as te
@@ -234,6 +235,8 @@ def refused(dotted: str, given: Mapping[str, Any]) -> Iterator[tuple[str, Any, s
         yield from _refused_keys(given.get("config"))
     if dotted == "sagemaker.inputs.TrainingInput":
         yield from _refused_channel(given)
+    if dotted.startswith("sagemaker."):
+        yield from refused_by_trainer(dotted, given)
     yield from _unfit(dotted.removeprefix(_TE), given)
 
 
@@ -379,7 +382,7 @@ _OF_STATE = {
 
 def of_state(dotted: str) -> str | None:
     """A need of the run's state that a call has and no script tells; None for other calls."""
-    return _OF_STATE.get(dotted)
+    return UNSEEN if is_trainer(dotted) else _OF_STATE.get(dotted)
 
 
 def of_call(layer: str, given: Mapping[str, Any], makings: Sequence[Mapping[str, Any]]) -> Iterator[str]:

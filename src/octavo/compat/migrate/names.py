@@ -425,6 +425,8 @@ METHODS = (
     "sagemaker.Session", "octavo.launch.PyTorch", "transformer_engine.pytorch.CudaRNGStatesTracker",
     "transformer_engine.pytorch.distributed.CudaRNGStatesTracker",
     "torch.sagemaker.distributed.checkpoint.async_utils.AsyncCallsQueue",
+    "sagemaker.train.ModelTrainer", "sagemaker.train.model_trainer.ModelTrainer", "sagemaker.modules.train.ModelTrainer",
+    "sagemaker.modules.train.model_trainer.ModelTrainer",
 )  # fmt: skip
 """Classes whose instances are followed through a script by the names that they are assigned to."""
 

@@ -9,6 +9,7 @@ from typing import Any
 from octavo.compat.migrate.estimators import told
 from octavo.compat.migrate.names import OTHERS
 from octavo.compat.migrate.script import Script, Use
+from octavo.compat.migrate.trainers import is_trainer
 
 _MARKS = {"same": " ", "accepted": "·", "differs": "!", "absent": "x", None: "x"}
 _LEGEND = {"accepted": "accepted, without effect", "differs": "look at this", "absent": "not there: to change first"}
@@ -96,7 +97,8 @@ def _end(script: Script) -> list[str]:
     refused = any(each in use.row.here for use in script.uses if use.row is not None for each in hedges)
     runs = "As far as it is read, it runs unchanged" if script.notes or refused or unchecked else "It runs unchanged"
     runs += " on a GPU" if script.needs_gpu else ""
-    jobs = bool(script.estimators) and all(use.library in ("SageMaker SDK", OTHERS) for use in script.uses)
+    starts = bool(script.estimators) or any(is_trainer(use.name) for use in script.uses)
+    jobs = starts and all(use.library in ("SageMaker SDK", OTHERS) for use in script.uses)
     return [
         "Names, arguments and constants are read here; other values that Octavo cannot honour are refused in the run.",
         *_way(script, runs, jobs),
@@ -112,7 +114,7 @@ def _way(script: Script, runs: str, jobs: bool) -> list[str]:
     if jobs:
         return [
             f"{runs}: python -m octavo.compat {script.path}",
-            "or import PyTorch from octavo.launch; the call stays.",
+            f"or import {'PyTorch' if script.estimators else 'ModelTrainer'} from octavo.launch; the call stays.",
         ]
     return [
         f"{runs}: python -m octavo.compat {script.path}",

@@ -19,6 +19,7 @@ import tomli_w
 from octavo.compat.migrate.example import DEFAULTS, NO_KEY, NUMBERS, OPTIONAL, ROPE_SCALING, SHAPES
 from octavo.compat.migrate.known import REST, UNKNOWN, entries
 from octavo.compat.migrate.script import Script, known
+from octavo.compat.migrate.trainers import is_trainer
 from octavo.config.degrees import DEGREES, fit_degrees
 from octavo.config.effects import idle_keys, settled
 from octavo.config.run import RunConfig
@@ -127,6 +128,11 @@ def _collect(scripts: Sequence[Script]) -> tuple[dict[str, Any], set[str], dict[
                 values |= {name: value for name, value in known(table) if value is not None}
     if "max_context_width" not in values and not set(values) & set(DEGREES):
         paths = ", ".join(str(script.path) for script in scripts)
+        if any(is_trainer(use.name) for script in scripts for use in script.uses):
+            raise InputError(
+                f"{paths}: calls of ModelTrainer are not read for a run file. Give the training script with its arguments "
+                "(--max_context_width …), or the same values to PyTorch(hyperparameters=…, distribution=…)."
+            )
         raise InputError(
             f"{paths}: no arguments of SMP's example scripts (--max_context_width …) and no estimator with its parameters, so "
             "there is nothing to write a run file from. Give the script that has them."

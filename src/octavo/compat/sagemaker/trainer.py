@@ -29,7 +29,7 @@ from octavo.compat.sagemaker.values import channels_of, config_of, hyperparamete
 from octavo.errors import InputError, nearest, warn
 from octavo.launch import job
 
-_OWN = (
+ARGUMENTS = (
     "training_mode", "base_job_name", "source_code", "distributed", "compute", "networking", "stopping_condition",
     "output_data_config", "input_data_config", "checkpoint_config", "training_input_mode", "environment", "hyperparameters",
 )  # fmt: skip
@@ -82,7 +82,7 @@ class ModelTrainer:
         hyperparameters: Mapping[str, Any] | str | Path | None = None,
         **sdk: Any,
     ) -> None:
-        check_sdk(sdk, "ModelTrainer", (*_OWN, *TRAINER_MEANINGLESS), TRAINER_REFUSED)
+        check_sdk(sdk, "ModelTrainer", (*ARGUMENTS, *TRAINER_MEANINGLESS), TRAINER_REFUSED)
         if getattr(training_mode, "value", training_mode) not in [mode.value for mode in Mode]:
             raise InputError(f"training_mode = {training_mode!r}: give Mode.LOCAL_CONTAINER or leave it out.")
         self.training_mode, self.base_job_name = training_mode, base_job_name
@@ -101,8 +101,8 @@ class ModelTrainer:
             warn(f"trainer: {', '.join(ignored)} {'has' if len(ignored) == 1 else 'have'} no meaning on this machine.")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in (*_OWN, "latest_training_job"):
-            guess = nearest(name, _OWN)
+        if name not in (*ARGUMENTS, "latest_training_job"):
+            guess = nearest(name, ARGUMENTS)
             raise InputError(f"ModelTrainer has no {name!r} to set.{f' Did you mean {guess!r}?' if guess else ''}")
         super().__setattr__(name, value)
 

@@ -1,0 +1,80 @@
+"""Checks calls of `ModelTrainer` and of its configurations in a script, each by itself.
+
+What they say together (degrees and ranks, the script in its folder, channels) is not seen: `train(dry_run=True)` checks that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from octavo.compat.migrate.known import REST, is_known
+from octavo.compat.sagemaker import configs
+from octavo.compat.sagemaker.environment import DRIVERS, check_hyperparameters, check_variables
+from octavo.compat.sagemaker.sdk_arguments import (
+    TRAINER_CONFIGS_REFUSED,
+    TRAINER_MEANINGLESS,
+    TRAINER_REFUSED,
+    check_sdk,
+)
+from octavo.compat.sagemaker.trainer import ARGUMENTS
+from octavo.errors import InputError
+
+UNSEEN = "its configurations are not checked together with each other and this machine: train(dry_run=True) does"
+
+
+def is_trainer(dotted: str) -> bool:
+    """True for the trainer, by any of its names in the SDK."""
+    return dotted.startswith("sagemaker.") and dotted.endswith(".ModelTrainer")
+
+
+def refused_by_trainer(dotted: str, given: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    """(argument, its value, the reason) for the arguments of the trainer or a configuration that it refuses by themselves."""
+    if is_trainer(dotted):
+        for name, value in given.items():
+            if name != REST and (fault := _fault(name, value if is_known(value) else ...)):
+                yield name, value, fault
+    elif is_trainer(dotted.removesuffix(".from_recipe")) or is_trainer(dotted.removesuffix(".from_jumpstart_config")):
+        yield "…", next(iter(given.values()), None), TRAINER_REFUSED["training_recipe"]
+    elif dotted.startswith("sagemaker."):
+        yield from _of_configuration(dotted.rpartition(".")[2], given)
+
+
+def _fault(name: str, value: Any) -> str | None:
+    """The reason for which an argument of the trainer is refused; `...` stands for a value that only a run tells."""
+    try:
+        if name not in ARGUMENTS:
+            check_sdk({name: value}, "ModelTrainer", (*ARGUMENTS, *TRAINER_MEANINGLESS), TRAINER_REFUSED)
+        elif name == "hyperparameters" and isinstance(value, dict):
+            check_hyperparameters(value, DRIVERS.arguments)
+        elif name == "environment" and isinstance(value, dict):
+            check_variables(value)
+    except InputError as error:
+        return str(error)
+    return None
+
+
+def _of_configuration(kind: str, given: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    """Names and values that a configuration refuses; its known values together, if each is taken."""
+    made = getattr(configs, kind, None)
+    if not (isinstance(made, type) and issubclass(made, configs.Config)):
+        return
+    known = {name: value if is_known(value) else None for name, value in given.items() if name != REST}
+    found = False
+    for name, value in known.items():
+        way = TRAINER_CONFIGS_REFUSED.get(kind, {}).get(name)
+        if way is not None and value not in (None, False, []):
+            found = True
+            yield name, value, way
+            continue
+        try:
+            made(**{name: value})
+        except InputError as error:
+            found = True
+            yield name, given[name], str(error)
+    if not found and known:
+        try:
+            made(**known)
+        except InputError as error:
+            name = next((each for each in reversed(known) if f"{each} = " in str(error)), next(iter(known)))
+            yield name, known[name], str(error)
