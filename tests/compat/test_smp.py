@@ -180,7 +180,7 @@ def test_configuration_of_a_dict_a_file_and_the_estimator(tsm, tmp_path, monkeyp
     monkeypatch.setenv("SM_HP_MP_PARAMETERS", json.dumps({"random_seed": 7, "fsdp_cache_flush_warnings": True}))
     tsm.init()
     assert octavo.state.config.random_seed == 7
-    for text, fault in (("{", "is no JSON"), ("[1]", "hybrid_shard_degree"), ('{"hybrid_shard": 8}', "hybrid_shard_degree")):
+    for text, fault in (("{", "is not JSON"), ("[1]", "hybrid_shard_degree"), ('{"hybrid_shard": 8}', "hybrid_shard_degree")):
         monkeypatch.setenv("SM_HP_MP_PARAMETERS", text)
         with pytest.raises(InputError, match=fault):
             tsm.init()

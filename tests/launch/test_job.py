@@ -348,7 +348,7 @@ def test_a_helper_that_was_not_taken_along_is_named(place):
         ({"git_config": {"repo": "x"}}, "clone the repository"),
         ({"instance_type": None}, "instance_type is missing"),
         ({"entry_point": "trian.py"}, "Did you mean 'train.py'?"),
-        ({"entry_point": "run.sh"}, "no Python script"),
+        ({"entry_point": "run.sh"}, "not a Python script"),
         ({"entry_point": "../outside.py"}, "outside.py"),
         ({"source_dir": "nowhere"}, "no folder"),
         ({"source_dir": "s3://bucket/code.tar.gz"}, "folder of this machine"),

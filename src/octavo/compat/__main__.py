@@ -1,4 +1,4 @@
-"""`python -m octavo.compat SCRIPT …`: the script, in this process, with the old names; also as `torchrun … -m octavo.compat`.
+"""`python -m octavo.compat SCRIPT …`: runs the script here with the old names; also as `torchrun … -m octavo.compat`.
 
 The process becomes the script's (`exec`), so that its `__main__`, arguments, signals and process id are as without the shim.
 """
@@ -24,7 +24,7 @@ usage: python -m octavo.compat [--replace-installed] SCRIPT [argument …]
 Runs a script written for Transformer Engine (transformer_engine) or SageMaker's model parallel library (torch.sagemaker) on
 Octavo, unchanged. Every process that it spawns finds the same names.
 
-  --replace-installed   take the names also where one of these packages is installed; or OCTAVO_COMPAT_REPLACE=1
+  --replace-installed   replace these packages even if one is installed; or OCTAVO_COMPAT_REPLACE=1
 """
 
 
@@ -45,14 +45,14 @@ def command(arguments: Sequence[str]) -> list[str]:
     if not rest[0].startswith("-") and not Path(rest[0]).exists():
         raise InputError(f"{rest[0]!r} does not exist: give the path of the script (here: {Path.cwd()}).")
     if sys.flags.ignore_environment or sys.flags.no_site:
-        raise InputError("Python was started with -I, -E or -S, and would not see the shim: start it without these.")
+        raise InputError("Python was started with -I, -E or -S, and would not see the shim: start it without these options.")
     for shim in SHIMS:
         shim.check(replace=False)
     return [sys.executable, *subprocess._args_from_interpreter_flags(), *rest]  # type: ignore[attr-defined]
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Become the script's process."""
+    """Replace this process by the script's."""
     if arguments and arguments[0] in ("-h", "--help"):
         print(USAGE, end="")
         return

@@ -11,7 +11,7 @@ _ABSENT = object()
 
 
 class Changes:
-    """Attributes that were replaced, to be put back."""
+    """Replaced attributes, to be restored."""
 
     def __init__(self) -> None:
         self._before: list[tuple[Any, str, Any]] = []
@@ -22,9 +22,9 @@ class Changes:
         setattr(owner, name, value)
 
     def redirect(self, function: Any, to: Callable[..., Any]) -> None:
-        """Let every call of a function go to another, also by names that a script took from its module before.
+        """Redirect every call of a function to another one, also calls by names that a script imported earlier.
 
-        Its code is replaced, so that `to` reaches the original through `copy_of` alone. function: without closure.
+        Its code is replaced, so that `to` reaches the original only through `copy_of`. function: has no closure.
         """
         self.set(function, "__signature__", inspect.signature(to, follow_wrapped=False))
         for name, value in (("__defaults__", None), ("__kwdefaults__", {"_octavo": to}), ("__code__", _call.__code__)):
@@ -32,11 +32,11 @@ class Changes:
             setattr(function, name, value)
 
     def undo(self) -> None:
-        """Put all of them back."""
+        """Restore all attributes."""
         for owner, name, value in reversed(self._before):
             if value is not _ABSENT:
                 setattr(owner, name, value)
-            elif name == "__new__":  # Python never goes back to object's, which then refuses the arguments of __init__
+            elif name == "__new__":  # Python never reverts to object's, which then refuses the arguments of __init__
                 setattr(owner, name, staticmethod(_plain_new))
             else:
                 delattr(owner, name)
@@ -44,7 +44,7 @@ class Changes:
 
 
 def copy_of(function: Any) -> Any:
-    """A function with the same code, which `Changes.redirect` of the original leaves as it is."""
+    """A function with the same code, unaffected by `Changes.redirect` of the original."""
     copied = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
     copied.__kwdefaults__ = function.__kwdefaults__
     return copied

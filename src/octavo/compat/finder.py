@@ -1,6 +1,6 @@
-"""The import finder: gives the old libraries' module names to modules of Octavo, in a process and in those that it spawns.
+"""The import finder: maps the old libraries' module names to Octavo's modules, in a process and in those that it spawns.
 
-A shim is a table: old module → Octavo's modules and the names taken from each. A module of the old name is a module object with
+A shim is a table: old module → Octavo's modules and the names imported from each. A module of the old name is an object with
 a spec but without code; objects keep Octavo's module as `__module__`, so that they are pickled by a name that every process
 finds. Nothing is written into installed packages. Loads no torch.
 """
@@ -24,9 +24,9 @@ from octavo.compat.missing import MissingModule, MissingName, way_of
 from octavo.errors import InputError
 
 REPLACE = "OCTAVO_COMPAT_REPLACE"
-"""Environment variable: 1 lets the shims take the names of packages that are installed."""
+"""Environment variable: 1 lets the shims replace installed packages."""
 Names = Mapping[str, str]
-"""Module of Octavo → names taken from it, separated by spaces."""
+"""Module of Octavo → names imported from it, separated by spaces."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,11 @@ class Shim:
         ways: missing name → what to use instead; dotted names apply to all names below.
         absent: other packages of the library, which have no shim; `ways` has the remedy for each.
         begin: a module whose `apply` runs when the root is imported, and returns the function that undoes it.
-        before: modules that the root imports, so that they are its attributes.
+        before: submodules that the root imports, so that they are its attributes.
         version: a module with the `__version__` of the installed package that it stands for; None for a part of another.
-        absent_only: an installed package of this name goes before the shim.
-        hidden: with that, `importlib.util.find_spec` does not find the shim, so that nobody takes it for the whole package.
+        absent_only: an installed package of this name has precedence over the shim.
+        hidden: with that, `importlib.util.find_spec` does not find the shim, so that libraries do not mistake it for the whole
+            package.
     """
 
     root: str
@@ -72,20 +73,20 @@ class Shim:
         return spec.origin or str(next(iter(spec.submodule_search_locations or ["?"])))
 
     def check(self, *, replace: bool) -> None:
-        """Raise an InputError if the real package is installed, unless the shim may take its place."""
+        """Raise an InputError if the real package is installed, unless the shim may replace it."""
         if self.absent_only:
             return
         where = self.real()
         if where is not None and not (replace or os.environ.get(REPLACE) == "1"):
             raise InputError(
-                f"{self.root} is installed here ({where}), and Octavo's compatibility layer would hide it. Run the script by "
-                f"itself to use {self.library}; for Octavo in its place: python -m octavo.compat --replace-installed SCRIPT, "
+                f"{self.root} is installed here ({where}), and Octavo's compatibility layer would hide it. Run the script "
+                f"directly to use {self.library}; to use Octavo instead: python -m octavo.compat --replace-installed SCRIPT, "
                 f"or {REPLACE}=1, or install(replace_installed=True)."
             )
 
 
 class _Metadata(Distribution):
-    """Distribution metadata of a shim, by which libraries ask for a package."""
+    """Distribution metadata of a shim, by which libraries look up a package."""
 
     def __init__(self, shim: Shim) -> None:
         self._shim = shim
@@ -98,7 +99,7 @@ class _Metadata(Distribution):
         return f"Metadata-Version: 2.1\nName: {self._shim.root}\nVersion: {version}\n"
 
     def locate_file(self, path: Any) -> Any:
-        """A file of the package, of which there are none."""
+        """Required by Distribution; the package has no files."""
         return Path(path)
 
 
@@ -116,7 +117,7 @@ class Finder(MetaPathFinder):
             return None
         if self.shim.absent_only and fullname != self.shim.root and not self.owns(self.shim.root):
             return None
-        # `importlib.util.find_spec` asks whether a module is there; all else is an import.
+        # `importlib.util.find_spec` asks whether a module exists; every other call is an import.
         asked = sys._getframe(2).f_code.co_name == "find_spec"
         if fullname in self.shim.modules:
             return None if asked and self.shim.absent_only and self.shim.hidden else self._spec(fullname)
@@ -129,12 +130,12 @@ class Finder(MetaPathFinder):
         raise MissingModule(way_of(fullname, self.shim.ways, known), self.shim.root)
 
     def owns(self, name: str) -> bool:
-        """True if a loaded module is the shim's."""
+        """True if a loaded module belongs to the shim."""
         loader = getattr(getattr(sys.modules.get(name), "__spec__", None), "loader", None)
         return isinstance(loader, _Loader) and loader.finder is self
 
     def find_distributions(self, context: Any = None) -> Iterable[Distribution]:
-        """The package that the shim stands for, if it is asked for."""
+        """The package that the shim stands for, if it is requested."""
         asked = None if context is None else context.name
         if self.shim.version is None or (asked or self.shim.root).lower().replace("-", "_") != self.shim.root:
             return ()
@@ -146,7 +147,7 @@ class Finder(MetaPathFinder):
     def _spec(self, name: str) -> ModuleSpec:
         home = importlib.util.find_spec(next(iter(self.shim.modules[name]), "octavo.compat"))
         origin = None if home is None else home.origin
-        # Packages all, without a folder: an import of a missing name from one then comes here, to be refused by name.
+        # All are packages without a folder, so an import of a missing name from one comes here and is refused by name.
         return ModuleSpec(name, _Loader(self), origin=origin, is_package=True)
 
 
@@ -204,7 +205,7 @@ def install(shim: Shim, *, replace: bool = False) -> None:
         return
     shim.check(replace=replace)
     if shim.root in sys.modules and not shim.absent_only:
-        raise InputError(f"{shim.root} is imported already: call install() before the first import of it.")
+        raise InputError(f"{shim.root} is already imported: call install() before its first import.")
     sys.meta_path.insert(len(sys.meta_path) if shim.absent_only else 0, Finder(shim))
 
 

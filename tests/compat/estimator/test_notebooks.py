@@ -216,8 +216,8 @@ def test_a_path_in_the_script_that_nothing_replaces_is_said(place, capfd):
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        ({"training_recipe": "fine-tuning/llama/x"}, "HyperPod's recipes are not here: give a script as entry_point"),
-        ({"recipe_overrides": {"run": {}}}, "HyperPod's recipes are not here"),
+        ({"training_recipe": "fine-tuning/llama/x"}, "HyperPod recipes are not supported: give a script as entry_point"),
+        ({"recipe_overrides": {"run": {}}}, "HyperPod recipes are not supported"),
         ({"enable_network_isolation": True}, "the network of this machine"),
         ({"container_entry_point": ["python"]}, "give the script as entry_point"),
     ],

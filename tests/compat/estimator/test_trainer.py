@@ -218,7 +218,7 @@ REFUSED = [
     (lambda: trainer(hyperparameters={"mp_parameters": {}}), "Torchrun(smp=SMP(…))"),
     (lambda: trainer(hyperparameters="nowhere.json"), "hyperparameters = 'nowhere.json': there is no such file"),
     (lambda: trainer(training_input_mode="Pipe"), "training_input_mode = 'Pipe'"),
-    (lambda: trainer(environment="A=1"), "environment = 'A=1' is no dictionary"),
+    (lambda: trainer(environment="A=1"), "environment = 'A=1' is not a dictionary"),
     (lambda: trainer(stopping_condition=StoppingCondition(max_runtime_in_seconds=0)), "max_runtime_in_seconds = 0"),
     (lambda: trainer(output_data_config=OutputDataConfig(s3_output_path="nonsense://x")), "s3_output_path = 'nonsense://x'"),
     (lambda: trainer(checkpoint_config=CheckpointConfig(s3_uri="nonsense://x")), "CheckpointConfig.s3_uri = 'nonsense://x'"),
@@ -240,7 +240,7 @@ REFUSED = [
     ),
     (lambda: trainer(input_data_config=[Channel(channel_name="a", data_source="data", input_mode="Pipe")]), "'Pipe'"),
     (lambda: ModelTrainer.from_recipe("a/b"), "from_recipe('a/b'): HyperPod's recipes are not here"),
-    (lambda: ModelTrainer.from_jumpstart_config(None), "JumpStart is not here"),
+    (lambda: ModelTrainer.from_jumpstart_config(None), "JumpStart is not supported"),
     (lambda: trainer(source_code=SourceCode(source_dir="src", entry_script="train.py", ignore_patterns=["*.py"])).train(),
      "entry_script = 'train.py' is left out by ignore_patterns = ['*.py']"),
 ]  # fmt: skip
@@ -270,7 +270,7 @@ def test_methods_without_effect_say_so(place, capfd):
     for name in ("metric_definitions", "tensorboard_output_config", "retry_strategy", "infra_check_config",
                  "session_chaining_config", "remote_debug_config"):  # fmt: skip
         assert getattr(one, f"with_{name}")([]) is one
-        assert capfd.readouterr().err == f"octavo: trainer: {name} has no meaning on this machine.\n"
+        assert capfd.readouterr().err == f"octavo: trainer: {name} has no effect on this machine.\n"
     assert one.with_checkpoint_config(CheckpointConfig(s3_uri="kept"))._request().checkpoints == "kept"
 
 

@@ -422,7 +422,7 @@ def test_what_is_no_python_is_refused_with_its_line(place, text, part):
             "distribution are",
         ),
         ("lr=2e-4", "lr='fast'", "lr = 'fast' is no number"),
-        ("lr=2e-4", "lr=[1, 2]", "lr = [1, 2] is no number"),
+        ("lr=2e-4", "lr=[1, 2]", "lr = [1, 2] is not a number"),
         ("lr=2e-4", "lr=1e999", "lr = inf is no number"),
         ("lr=2e-4", "lr='nan'", "lr = 'nan' is no number"),
         ("lr=2e-4", "lr=0", "lr = 0 trains nothing"),

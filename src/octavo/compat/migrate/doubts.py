@@ -1,6 +1,6 @@
 """Parts of a script that reading cannot check, each of which gets a note, since the run may refuse it.
 
-Attributes of a layer's submodules, writes to them, calls of something that may be a layer, and dtypes that no layer takes.
+Attributes of a layer's submodules, writes to them, calls of something that may be a layer, and dtypes that no layer supports.
 Omitted: dtypes of tensors that come from files.
 """
 
@@ -25,7 +25,7 @@ _META = ("recipe", "num_gemms", "fp8_checkpoint")
 """Entries of `fp8_meta` that are always there."""
 _WIDE = ("torch.float64", "torch.double", "torch.DoubleTensor", "numpy.float64", "numpy.double", "torch.complex64")
 _COUNTING = ("randint", "arange", "randperm", "argmax", "argsort", "from_numpy", "bincount", "LongTensor", "IntTensor")
-"""Functions of torch whose results no layer takes, or whose dtype is that of their argument."""
+"""torch functions whose results no layer supports, or which preserve the dtype of their argument."""
 _WHOLE = ("int8", "int16", "int32", "int64", "uint8", "short", "int", "long", "bool")
 _REACHED = (
     "get_submodule",
@@ -79,7 +79,7 @@ def doubts(nodes: Sequence[ast.AST], meanings: Meanings) -> Iterator[tuple[ast.A
         if isinstance(node, ast.Call):
             plain = len(node.args) == 1 and not node.keywords and not isinstance(node.args[0], ast.Starred)
             if not (plain and not several) and _may_be_layer(node.func, meanings, values, unnamed):
-                yield node, "this call may be of a layer, whose arguments are not checked"
+                yield node, "this may be a call of a layer; its arguments are not checked"
             yield from _counted(node, meanings, values)
 
 

@@ -141,7 +141,7 @@ class Losable:
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """All that a change of it may change."""
+        """The state that a change may affect."""
         return (self.lost,)
 
     @state.setter
@@ -155,7 +155,7 @@ class Function(Losable):
 
     Attributes:
         defaults: parameter → value, evaluated once.
-        scope: names around it; those of the module alone for one that is followed where it is called.
+        scope: enclosing names; only the module's for a function that is followed at its calls.
         lost: unseen code may call it.
     """
 
@@ -170,7 +170,7 @@ class Function(Losable):
 class Job(Losable):
     """An estimator: its arguments, a copy of them at construction, and one at its start.
 
-    inputs: those of its start, as the script has them.
+    inputs: the arguments of its start, as in the script.
     """
 
     given: Table
@@ -185,7 +185,7 @@ class Job(Losable):
 class Task:
     """A process or thread that has not started: its function and arguments.
 
-    is_thread: it has the script's objects and names, where a process has copies.
+    is_thread: it shares the script's objects and names; a process has copies.
     """
 
     function: Function
@@ -194,7 +194,7 @@ class Task:
 
 
 Place = tuple[int, Any]
-"""An object (`id`), and a name in it or None for all of it."""
+"""An object (`id`), and a name in it, or None for the whole object."""
 
 
 class Heap:
@@ -221,7 +221,7 @@ class Heap:
         _set(names, name, value)
 
     def give(self, names: Names, name: str, level: int) -> None:
-        """Let code that may run at any time have a name."""
+        """Make a name visible to code that may run at any time."""
         if level > names.given.get(name, 0):
             names.given[name] = level  # never taken back
         if name in names:
@@ -231,7 +231,7 @@ class Heap:
             names[name] = value
 
     def taken(self, value: Any, level: int) -> Any:
-        """A value behind such a use of its name by unseen code; the object may be lost."""
+        """A value after unseen code used its name; the object may be lost."""
         if level == READ and isinstance(value, Table | Items):
             self.leak(value)
         elif not isinstance(value, Imported | Job) or level >= LEAK or (isinstance(value, Job) and level == METHOD):
@@ -239,7 +239,7 @@ class Heap:
         return UNKNOWN if level == BIND else value
 
     def put(self, table: Table, given: dict[Any, Any]) -> None:
-        """Set entries; further ones that only a run knows may replace any."""
+        """Set entries; entries known only at run time may replace any."""
         gone: list[Any] = []
         if table.lost:
             gone = list(given.values())
@@ -262,12 +262,12 @@ class Heap:
             self.lose(value)
 
     def forget(self, value: Any) -> None:
-        """Forget the content of an object; later writes are known."""
+        """Forget the content of an object; later writes are known again."""
         if isinstance(value, Table | Items) and not value.lost:
             self.change(value)
             gone = list(children(value))
             if isinstance(value, Table):
-                value.update(dict.fromkeys(value, MAYBE))  # it may be gone
+                value.update(dict.fromkeys(value, MAYBE))  # it may have been removed
                 value[REST], value.ordered = UNKNOWN, False
             else:
                 value[:] = [MORE]
@@ -277,7 +277,7 @@ class Heap:
     # losses
 
     def leak(self, value: Table | Items) -> None:
-        """Unseen code may have the values of a dictionary or list, now and later."""
+        """Mark the current and later values of a dictionary or list as reachable by unseen code."""
         if not value.leaky:
             self.change(value)
             value.leaky = True
@@ -285,7 +285,7 @@ class Heap:
                 self.lose(each)
 
     def lose(self, value: Any) -> None:
-        """Unseen code may have a value, and all that is reached from it."""
+        """Mark a value, and everything reachable from it, as reachable by unseen code."""
         if isinstance(value, Table | Items):
             if not value.lost:
                 self.forget(value)
@@ -371,7 +371,7 @@ class Heap:
             self.lose(value)
 
     def anywhere(self, mark: int) -> tuple[dict[Place, tuple[Any, Any, Any]], list[Any]]:
-        """Each place → object, name, and what it has in common at all times since a mark; and values that are lost by that."""
+        """Each place → object, name, and the part of its value that was constant since a mark; and the values lost by that."""
         lost: list[Any] = []
         found: dict[Place, tuple[Any, Any, Any]] = {}
         for box, key, before in self._log[mark:]:
@@ -428,7 +428,7 @@ def _common(left: Any, right: Any, lost: list[Any]) -> Any:
 def _joined(box: Any, key: Any, left: Any, right: Any, lost: list[Any]) -> Any:
     """The part that two states of a place share."""
     if key is not None:
-        if box.kind == "class" and (left is ABSENT) != (right is ABSENT):  # it may be the name around the class
+        if box.kind == "class" and (left is ABSENT) != (right is ABSENT):  # it may be the enclosing name
             lost += [around[key] for around in _outwards(box) if key in around]
         return _common(left, right, lost)
     if isinstance(box, Table):
@@ -443,7 +443,7 @@ def _joined(box: Any, key: Any, left: Any, right: Any, lost: list[Any]) -> Any:
 
 
 def _outwards(names: Names) -> Iterator[Names]:
-    """The names around others."""
+    """The enclosing names, outwards."""
     while names.outer is not None:
         names = names.outer
         yield names
@@ -505,7 +505,7 @@ def _exported(value: Any, depth: int, left: list[int]) -> Any:
 
 
 def plain(value: Any, depth: int = 0) -> Any:
-    """A known value as Python has it: tuples are tuples. Raises ValueError for one that is not known, or too deep."""
+    """A known value as a Python object: tuples are tuples. Raises ValueError for one that is not known, or too deep."""
     if isinstance(value, Table):
         if value.is_whole and depth < 4:
             return {key: plain(each, depth + 1) for key, each in value.items()}

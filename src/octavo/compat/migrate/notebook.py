@@ -84,7 +84,7 @@ def notebook(path: Path, notes: list[str], first: list[int]) -> str:
 
 
 def _of_other(magic: list[str], line: str) -> str:
-    """A statement in place of a cell that is no Python: the names that it sets are known only at run time."""
+    """A statement instead of a cell that is no Python: the names that it sets are known only at run time."""
     if not magic or magic[0] not in _OTHER_CELLS:
         return _ANYTHING
     names = re.findall(r"--(?:out|err|proc)[ =]+([A-Za-z_]\w*)", line)
@@ -92,7 +92,7 @@ def _of_other(magic: list[str], line: str) -> str:
 
 
 def _statements(lines: list[str], number: int, notes: list[str]) -> list[str]:
-    """The lines of a cell with a statement in place of each notebook command, also those over several lines."""
+    """The lines of a cell with a statement instead of each notebook command, also those over several lines."""
     found: list[str] = []
     goes_on = False
     for line in lines:
@@ -106,7 +106,7 @@ def _statements(lines: list[str], number: int, notes: list[str]) -> list[str]:
 
 
 def _in_python(command: re.Match[str], number: int, notes: list[str]) -> str:
-    """A statement in place of a command: names that it sets are known only at run time. Notes one that runs other code."""
+    """A statement instead of a command: names that it sets are known only at run time. Notes one that runs other code."""
     text = command[0].strip()
     names, _, rest = text.partition("=")
     if rest.strip()[:1] in ("%", "!") and rest and not text.startswith(("%", "!")):

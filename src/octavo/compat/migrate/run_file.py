@@ -53,7 +53,7 @@ def run_file(scripts: Sequence[Script], *, world_size: int | None = None) -> str
     values, origins, estimator = _collect(scripts)
     ranks = _ranks(estimator) if world_size is None else world_size
     if ranks < 1:
-        raise InputError(f"--world-size {ranks} is no number of ranks: give 1 or more.")
+        raise InputError(f"--world-size {ranks} is not a number of ranks: give 1 or more.")
     draft = _Draft()
     calls = sum(len(script.estimators) for script in scripts)
     if calls > 1:
@@ -101,7 +101,7 @@ def write_run_file(path: Path, scripts: Sequence[Script], *, world_size: int | N
     if path.exists():
         raise InputError(f"--run-file {str(path)!r} exists, and nothing is overwritten: give another name.")
     if not path.parent.is_dir():
-        raise InputError(f"--run-file {str(path)!r}: there is no folder {str(path.parent)!r}. Make it first.")
+        raise InputError(f"--run-file {str(path)!r}: there is not a folder {str(path.parent)!r}. Make it first.")
     write_atomic(path, text)
     RunConfig.from_file(path)
 
@@ -166,7 +166,7 @@ def _number(name: str, value: Any) -> Any:
     """A numeric argument as a number, given as text too, as argparse and SageMaker take it; others as they are.
 
     Raises:
-        InputError: text that is no number.
+        InputError: text that is not a number.
     """
     counts = isinstance(DEFAULTS.get(name), int | float) or name in NUMBERS
     if isinstance(value, bool) and isinstance(DEFAULTS.get(name), int):
@@ -180,7 +180,7 @@ def _number(name: str, value: Any) -> Any:
         with contextlib.suppress(ValueError, OverflowError):
             if math.isfinite(found := kind(text)):
                 return found
-    raise InputError(f"{name} = {value!r} is no number.")
+    raise InputError(f"{name} = {value!r} is not a number.")
 
 
 def _ranks(estimator: Mapping[str, Any]) -> int:

@@ -71,7 +71,7 @@ def checkpoints_of(address: str | Path | None, path: str | Path | None, keys: Ke
         addresses.check_address(text, f"{keys.checkpoints} = {text!r}")
         return Checkpoints(inside, remote=text)
     if local.exists() and not local.is_dir():
-        raise InputError(f"{keys.checkpoints} = {text!r} is no folder.")
+        raise InputError(f"{keys.checkpoints} = {text!r} is not a folder.")
     if fault := folder_fault(local):
         raise InputError(f"{keys.checkpoints} = {text!r} cannot be used: {fault}")
     return Checkpoints(inside, local=local)

@@ -117,7 +117,7 @@ def fit_layout(
         InputError: an unknown machine, FP8 on GPUs without it, more ranks than GPUs, or degrees that do not fit the ranks.
     """
     if isinstance(instance_count, bool) or not isinstance(instance_count, int) or instance_count < 1:
-        raise InputError(f"instance_count = {instance_count!r} is no number of machines: give 1 or more.")
+        raise InputError(f"instance_count = {instance_count!r} is not a number of machines: give 1 or more.")
     here = installed_gpus()
     local = instance_type in ("local", "local_gpu")
     if instance_type == "local_gpu" and not here:
@@ -219,7 +219,7 @@ def read_distribution(distribution: Mapping[str, Any] | None) -> Distribution:
     if distribution is None:
         return Distribution(False, None)
     if not isinstance(distribution, Mapping):
-        raise InputError(f"distribution = {distribution!r} is no dictionary.")
+        raise InputError(f"distribution = {distribution!r} is not a dictionary.")
     known = ("torch_distributed", "pytorchddp", "smdistributed")
     for name, value in distribution.items():
         if name in ("mpi", "parameter_server", "multi_worker_mirrored_strategy", "pytorchxla", "instance_groups"):

@@ -36,16 +36,16 @@ def check_hyperparameters(
     """Hyperparameters as they arrive: through JSON. arguments: their form as arguments, `arguments_of` by default.
 
     Raises:
-        InputError: a name that is no text, or a value that JSON does not have.
+        InputError: a name that is not a string, or a value that JSON does not have.
     """
     found: dict[str, Any] = {}
     if values is not None and not isinstance(values, Mapping):
-        raise InputError(f"hyperparameters = {values!r} is no dictionary of names and values.")
+        raise InputError(f"hyperparameters = {values!r} is not a dictionary of names and values.")
     for name, value in (values or {}).items():
         plain = isinstance(name, str) and _is_text(name) and not name.startswith("-") and not re.search(r"[\s=]", name)
         if not name or not plain:
             way = f" Write {name.lstrip('-')!r}." if isinstance(name, str) and name.startswith("-") else ""
-            raise InputError(f"hyperparameters: {name!r} is no name: it becomes an argument --name of the script.{way}")
+            raise InputError(f"hyperparameters: {name!r} is not a name: it becomes an argument --name of the script.{way}")
         try:
             found[name] = json.loads(json.dumps(value, allow_nan=False))
         except (TypeError, ValueError) as error:
@@ -65,11 +65,11 @@ def check_variables(values: Mapping[str, Any]) -> dict[str, str]:
     """
     for name, value in values.items():
         if value is None:
-            raise InputError(f'environment[{name!r}] = None is no text: leave it out, or give "".')
+            raise InputError(f'environment[{name!r}] = None is not a string: leave it out, or give "".')
     found = {str(name): str(value) for name, value in values.items()}
     for name, value in found.items():
         if not name or "=" in name or not _is_text(name):
-            raise InputError(f"environment: {name!r} is no name of a variable.")
+            raise InputError(f"environment: {name!r} is not a name of a variable.")
         if not _is_text(value):
             raise InputError(f"environment[{name!r}] = {value!r} has a character that no variable can contain.")
     return found

@@ -33,7 +33,7 @@ class PyTorch:
             on a machine without GPUs as many ranks on its CPU. "local_gpu": the GPUs of this machine; "local": its CPU.
         instance_count: machines of this kind.
         distribution: {"torch_distributed": {"enabled": True}} for ranks, and SMP's parameters under "smdistributed".
-        output_path: a folder for jobs in place of ./jobs, or a remote address that gets model and output of a job at its end.
+        output_path: a folder for jobs instead of ./jobs, or a remote address that gets model and output of a job at its end.
         base_job_name: beginning of the names of jobs; that of the script if absent.
         environment: further variables of the script.
         dependencies: files and folders that are copied beside the script.
@@ -41,7 +41,7 @@ class PyTorch:
         checkpoint_s3_uri: a folder that is /opt/ml/checkpoints of each job, or a remote address, copied into it before the
             script starts and from it at the end. Without it, checkpoints stay in the job's folder.
         checkpoint_local_path: a folder in /opt/ml/checkpoints in its place.
-        sdk: other arguments of the SDK; those without meaning on this machine are named once.
+        sdk: other arguments of the SDK; those without an effect on this machine are logged once.
 
     Raises:
         InputError: an unknown argument, or arguments that contradict each other or this machine.
@@ -78,7 +78,7 @@ class PyTorch:
             raise InputError(f"dependencies = {dependencies!r}: give a list of paths.")
         environment = {} if environment is None else environment
         if not isinstance(environment, Mapping):
-            raise InputError(f"environment = {environment!r} is no dictionary.")
+            raise InputError(f"environment = {environment!r} is not a dictionary.")
         self.base_job_name = text_of(base_job_name, "base_job_name")
         self.dependencies, self.max_run = [str(path) for path in dependencies or ()], max_run
         self.checkpoint_s3_uri = text_of(checkpoint_s3_uri, ESTIMATOR.checkpoints)
@@ -91,14 +91,14 @@ class PyTorch:
         if checkpoint_s3_uri is None and checkpoint_local_path is not None:
             sdk["checkpoint_local_path"] = checkpoint_local_path
         if ignored := without_effect(sdk):
-            warn(f"estimator: {', '.join(ignored)} {'has' if len(ignored) == 1 else 'have'} no meaning on this machine.")
+            warn(f"estimator: {', '.join(ignored)} {'has' if len(ignored) == 1 else 'have'} no effect on this machine.")
 
     def hyperparameters(self) -> dict[str, Any]:
         """The hyperparameters."""
         return dict(self._hyperparameters)
 
     def set_hyperparameters(self, **values: Any) -> None:
-        """Set hyperparameters; others stay."""
+        """Set hyperparameters; others keep their values."""
         before = self._hyperparameters
         self._hyperparameters = before | check_values(values)
         try:
@@ -123,11 +123,11 @@ class PyTorch:
         """Run the script as a job.
 
         Args:
-            inputs: an address, or one for each channel: a local folder or file, `file://`, `s3://` and whatever fsspec knows.
-            wait: until its end, with its log on stdout. Else it runs on in the background: `attach` reaches it by its name.
+            inputs: an address, or one for each channel: a local folder or file, `file://`, `s3://` and other schemes of fsspec.
+            wait: until its end, with its log on stdout. Otherwise it runs in the background: `attach` reaches it by its name.
             logs: the log while waiting: "All" or "Training", True, or a list of these; "None" or False: no log.
-            job_name: by default that of the script and the time. A name is used once.
-            experiment_config: means nothing here.
+            job_name: by default from the script's name and the time. A name can be used only once.
+            experiment_config: has no effect.
 
         Raises:
             InputError: an input, or the name; nothing was started.
@@ -138,7 +138,7 @@ class PyTorch:
         if self.face != ESTIMATOR.face:
             raise InputError(f"this job was started by {self.face}: an estimator reads its log and stops it; call train there.")
         if experiment_config is not None:
-            warn("estimator: experiment_config has no meaning on this machine.")
+            warn("estimator: experiment_config has no effect on this machine.")
         self.latest_training_job = started = start(self._request(), inputs, job_name, self._record(), waits=wait, kind=Job)
         self.jobs.append(started)
         if wait:
@@ -158,7 +158,7 @@ class PyTorch:
 
         Args:
             training_job_name: its name.
-            sagemaker_session: means nothing here.
+            sagemaker_session: has no effect.
             **other: `output_path`, the folder of jobs, if it was not ./jobs.
 
         Raises:
@@ -205,7 +205,7 @@ class PyTorch:
 
     def __getattr__(self, name: str) -> Any:
         if name in NOT_HERE:
-            raise Missing(f"{type(self).__name__}.{name} is of AWS's cloud. {NOT_HERE[name]}")
+            raise Missing(f"{type(self).__name__}.{name} needs AWS's cloud. {NOT_HERE[name]}")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _record(self) -> dict[str, Any]:
@@ -223,14 +223,14 @@ class PyTorch:
 
 
 class Missing(InputError, AttributeError):
-    """A name of the SDK that is not there, so that `hasattr` is False."""
+    """A missing name of the SDK; an AttributeError, so that `hasattr` is False."""
 
 
 def check_values(values: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Hyperparameters, checked.
+    """Check hyperparameters.
 
     Raises:
-        InputError: a name or a value that no script can be given.
+        InputError: a name or a value that cannot be passed to a script.
     """
     found = check_hyperparameters(values)
     if "mp_parameters" in found:

@@ -1,6 +1,6 @@
 """Channels of a job: local folders and files as links, other addresses as copies through fsspec.
 
-The script sees each channel as a folder of files, as SageMaker's mode "File" lays it. The mode "Pipe" is refused.
+The script sees each channel as a folder of files, as in SageMaker's mode "File". The mode "Pipe" is refused.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _MEANINGLESS = ("content_type", "compression", "record_wrapping", "target_attrib
 
 
 class TrainingInput:
-    """A channel: a local path, `file://`, or an address that fsspec knows.
+    """A channel: a local path, `file://`, or an address that fsspec supports.
 
     Args:
         s3_data: the address of a folder or a file.
-        other: arguments of SageMaker's class of this name. A folder of files, the same on every rank, is what there is.
+        other: arguments of SageMaker's class of this name. Only a folder of files, the same on every rank, is supported.
 
     Raises:
         InputError: an unknown argument, or one that asks for something else.
@@ -35,7 +35,7 @@ class TrainingInput:
             allowed = _PLAIN.get(name)
             if allowed is not None and value is not None and value not in ((allowed,) if isinstance(allowed, str) else allowed):
                 raise InputError(
-                    f"TrainingInput: {name} = {value!r} is not there: a channel is a folder of files, {allowed!r}."
+                    f"TrainingInput: {name} = {value!r} is not supported: a channel is a folder of files, {allowed!r}."
                 )
             if name in _MEANINGLESS and value is not None:
                 raise InputError(f"TrainingInput: {name} = {value!r} changes the files, and Octavo passes them on unchanged.")
@@ -45,14 +45,14 @@ class TrainingInput:
 
 
 class FileSystemInput:
-    """A channel on a file system of AWS that is mounted here: its folder is `directory_path`.
+    """A channel on an AWS file system that is mounted here: its folder is `directory_path`.
 
     Args:
-        file_system_id: means nothing here.
-        file_system_type: means nothing here.
+        file_system_id: has no effect.
+        file_system_type: has no effect.
         directory_path: the folder, as this machine has it mounted.
         file_system_access_mode: "ro" or "rw"; the folder's permissions apply.
-        content_type: means nothing here.
+        content_type: has no effect.
     """
 
     def __init__(
@@ -67,13 +67,13 @@ class FileSystemInput:
 
 
 def mounted(path: str, key: str) -> str:
-    """The folder of a file system of AWS. key: for the message.
+    """The folder of an AWS file system. key: for the message.
 
     Raises:
         InputError: this machine does not have it.
     """
     if not Path(path).is_dir():
-        raise InputError(f"{key}: {path!r} of a file system of AWS is not here: mount it, and give its folder as text.")
+        raise InputError(f"{key}: {path!r} of an AWS file system is not here: mount it, and give its folder as a string.")
     return path
 
 
@@ -91,7 +91,7 @@ def addresses(inputs: Any, key: str = "inputs") -> dict[str, str]:
     found: dict[str, str] = {}
     for channel, value in table.items():
         if not isinstance(channel, str) or not _CHANNEL.fullmatch(channel) or channel.startswith("."):
-            raise InputError(f"{key}: {channel!r} is no name of a channel: letters, digits, - and _.")
+            raise InputError(f"{key}: {channel!r} is not a valid channel name: letters, digits, - and _.")
         same = next((other for other in found if other.upper() == channel.upper()), None)
         if same is not None:
             raise InputError(f"{key}: the channels {same!r} and {channel!r} would share SM_CHANNEL_{channel.upper()}.")
@@ -115,7 +115,7 @@ def _address(key: str, value: Any) -> str:
     if isinstance(value, Path):
         value = str(value)
     if not isinstance(value, str) or not value:
-        raise InputError(f"{key} = {value!r} is no address: give a folder, file://… or s3://….")
+        raise InputError(f"{key} = {value!r} is not an address: give a folder, file://… or s3://….")
     local = local_path(value, key)
     if local is None:
         return value

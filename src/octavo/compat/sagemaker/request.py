@@ -69,14 +69,14 @@ class Request:
     encoding: Encoding = TOOLKIT
 
     def check(self) -> None:
-        """Find the faults of the call.
+        """Check the arguments of the call.
 
         Raises:
             InputError: there is one.
         """
         seconds = self.max_run
         if seconds is not None and (isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0):
-            raise InputError(f"{self.keys.runtime} = {seconds!r} is no number of seconds above 0.")
+            raise InputError(f"{self.keys.runtime} = {seconds!r} is not a number of seconds above 0.")
         self.script()
         self.layout()
         jobs_of(self.output, self.keys.output)
@@ -87,17 +87,17 @@ class Request:
         """The folder to copy, or the folder of the script, and the script in it.
 
         Raises:
-            InputError: one of them is not there, or is no Python script.
+            InputError: one of them is not there, or is not a Python script.
         """
         entry, folder_name = self.keys.entry, self.source_dir
         if folder_name is not None and (":" in folder_name.partition("/")[0] or folder_name.endswith(".tar.gz")):
             raise InputError(f"source_dir = {folder_name!r}: give a folder of this machine.")
         folder = addresses.expanded(folder_name or ".", "source_dir")
         if not folder.is_dir():
-            raise InputError(f"source_dir = {folder_name!r} is no folder. Give the one that holds {self.entry!r}.")
+            raise InputError(f"source_dir = {folder_name!r} is not a folder. Give the one that holds {self.entry!r}.")
         script = folder / addresses.expanded(self.entry, entry)
         if script.suffix != ".py":
-            raise InputError(f"{entry} = {self.entry!r} is no Python script: give a .py file.")
+            raise InputError(f"{entry} = {self.entry!r} is not a Python script: give a .py file.")
         if not script.is_file():
             near = nearest(script.name, [path.name for path in script.parent.glob("*.py")])
             hint = f" Did you mean {near!r}?" if near else ""

@@ -19,7 +19,7 @@ MEANINGLESS = (
 )  # fmt: skip
 """Accepted: a job runs here, under this user, in this Python. `wait` is of `fit`; the SDK takes and forgets it."""
 
-_RECIPE = "HyperPod's recipes are not here: give a script as entry_point, or train a run file (octavo train presets/…)."
+_RECIPE = "HyperPod recipes are not supported: give a script as entry_point, or train a run file (octavo train presets/…)."
 REFUSED = {
     "training_recipe": _RECIPE,
     "recipe_overrides": _RECIPE,
@@ -31,7 +31,7 @@ REFUSED = {
     "model_channel_name": "give the model as a channel of inputs.",
     "enable_network_isolation": "a job has the network of this machine. Leave it out.",
     "training_plan": "a job starts at once, on this machine.",
-    "compiler_config": "SageMaker's training compiler is not here.",
+    "compiler_config": "SageMaker's training compiler is not supported. Leave it out.",
     "train_instance_type": "the SDK renamed it: give instance_type.",
     "train_instance_count": "the SDK renamed it: give instance_count.",
     "train_max_run": "the SDK renamed it: give max_run.",
@@ -63,7 +63,7 @@ _MET: Mapping[str, tuple[Any, ...]] = {
 
 
 def without_effect(given: Mapping[str, Any]) -> list[str]:
-    """The names among the given arguments that ask for something and have no effect."""
+    """Names of given arguments that are not at their neutral value and have no effect."""
     asked = {name: value for name, value in given.items() if value is not None and value not in ([], (), {}, "")}
     return [name for name, value in asked.items() if not any(value is met or value == met for met in _MET.get(name, ()))]
 
@@ -81,7 +81,7 @@ NOT_HERE = {
     "enable_default_profiling": "Give octavo.train's [metrics] or torch.profiler to the script.",
     "update_profiler": "Give torch.profiler to the script.",
 }
-"""Methods of the SDK's estimator that are not here, with the way."""
+"""Methods of the SDK's estimator that are not supported → what to do instead."""
 
 OF_ESTIMATOR = {
     "entry_point": "source_code=SourceCode(entry_script=…)",
@@ -116,7 +116,7 @@ TRAINER_MEANINGLESS = (
 )  # fmt: skip
 """Arguments of the trainer that are accepted: a job runs here, under this user, in this Python."""
 TRAINER_REFUSED = {
-    "algorithm_name": "an algorithm of AWS's marketplace is not here. Give a script in source_code.",
+    "algorithm_name": "algorithms of AWS's marketplace are not supported. Give a script in source_code.",
     "model_package_config": "there is no registry of models. Leave it out.",
     "training_recipe": _RECIPE.replace("entry_point", "SourceCode.entry_script"),
     "recipe_overrides": _RECIPE.replace("entry_point", "SourceCode.entry_script"),
@@ -133,7 +133,7 @@ TRAINER_CONFIGS_REFUSED: Mapping[str, Mapping[str, str]] = {
     },
     "Networking": {"enable_network_isolation": REFUSED["enable_network_isolation"]},
 }
-"""Values of the trainer's configurations that are refused, with the way."""
+"""Values of the trainer's configurations that are refused → what to do instead."""
 TRAINER_CONFIGS_SAID: Mapping[str, Mapping[str, Any]] = {
     "Compute": {
         "volume_size_in_gb": 30,
@@ -147,20 +147,20 @@ TRAINER_CONFIGS_SAID: Mapping[str, Mapping[str, Any]] = {
     "OutputDataConfig": {"kms_key_id": None, "compression_type": "NONE"},
     "CheckpointConfig": {"local_path": "/opt/ml/checkpoints"},
 }
-"""Values that have no effect, each with the one that asks for nothing."""
+"""Values that have no effect, each with its neutral value."""
 
 
 def check_sdk(given: Mapping[str, Any], face: str, known: Collection[str], refused: Mapping[str, str]) -> None:
     """Check the arguments beside those of a face's signature.
 
     Args:
-        given: name → value; None of a refused one passes.
+        given: name → value; a refused argument may be None.
         face: PyTorch or ModelTrainer.
-        known: names of all that it takes.
-        refused: name → the way.
+        known: all names that it accepts.
+        refused: name → what to do instead.
 
     Raises:
-        InputError: one is refused, of the other face, or of none.
+        InputError: an argument is refused, belongs to the other class, or is unknown.
     """
     other, places = ("ModelTrainer", OF_TRAINER) if face == "PyTorch" else ("PyTorch", OF_ESTIMATOR)
     for name, value in given.items():

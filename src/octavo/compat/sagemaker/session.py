@@ -24,7 +24,7 @@ class Session:
         default_bucket_prefix: str | None = None,
         **options: Any,
     ) -> None:
-        """boto_session: of boto3, the first argument too. Other arguments mean nothing here."""
+        """boto_session: of boto3, the first argument too. Other arguments have no effect."""
         given = boto_session if boto_session is not None or not others else others[0]
         self.boto_session = SimpleNamespace(region_name="local") if given is None else given
         self.boto_region_name: str = getattr(self.boto_session, "region_name", None) or "local"

@@ -59,7 +59,7 @@ class Checked(NamedTuple):
 
 
 def check(request: Request, given: Any) -> Checked:
-    """Find every mistake that can be found before the job has a folder. given: its channels, as `fit` takes them.
+    """Find every mistake that can be found before the job has a folder. given: its channels, as in `fit`.
 
     Raises:
         InputError: there is one.
@@ -87,7 +87,7 @@ def start(
 
     Args:
         request: what it is to do.
-        given: its channels, as `fit` takes them.
+        given: its channels, as in `fit`.
         job_name: its name; None: a new one from script and time.
         record: the arguments of the estimator or trainer, stored with the job.
         waits: the job ends with this process.
@@ -306,6 +306,6 @@ def _at_exit() -> None:
             elif running and waits:
                 warn(f"job {started.name} ends with this process, which waits for it: wait=False leaves it in the background.")
             elif running:
-                warn(f"job {started.name} goes on in the background: {started.reached_by} reaches it.")
+                warn(f"job {started.name} continues in the background: {started.reached_by} reaches it.")
         except InputError as error:  # its state cannot be read
             warn(str(error))

@@ -51,14 +51,14 @@ class ModelTrainer:
         compute: `Compute`: kind and number of machines; None: the SDK's default, a machine without GPUs.
         networking: `Networking`, without effect.
         stopping_condition: `StoppingCondition`: max_runtime_in_seconds, after which a job is stopped.
-        output_data_config: `OutputDataConfig`: s3_output_path is a folder for jobs in place of ./jobs, or a remote address that
+        output_data_config: `OutputDataConfig`: s3_output_path is a folder for jobs instead of ./jobs, or a remote address that
             gets model and output of a job at its end.
         input_data_config: a list of `InputData` or `Channel`.
         checkpoint_config: `CheckpointConfig`: s3_uri is a folder that is /opt/ml/checkpoints of each job, or a remote address.
         training_input_mode: "File" or "FastFile".
         environment: further variables of the script.
         hyperparameters: arguments of the script, or the path of a JSON or YAML file with them.
-        sdk: other arguments of the SDK; those without meaning on this machine are named once.
+        sdk: other arguments of the SDK; those without an effect on this machine are logged once.
 
     Raises:
         InputError: an unknown argument, or arguments that contradict each other or this machine.
@@ -98,7 +98,7 @@ class ModelTrainer:
         ignored = [name for name, value in sdk.items() if value not in (None, [], {}, "")]
         ignored += self._without_effect()
         if ignored:
-            warn(f"trainer: {', '.join(ignored)} {'has' if len(ignored) == 1 else 'have'} no meaning on this machine.")
+            warn(f"trainer: {', '.join(ignored)} {'has' if len(ignored) == 1 else 'have'} no effect on this machine.")
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in (*ARGUMENTS, "latest_training_job"):
@@ -132,7 +132,8 @@ class ModelTrainer:
 
         Args:
             input_data_config: further channels; those of the same name replace the trainer's.
-            wait: until its end, with its log on stdout. Else it runs on in the background: `latest_training_job` has its state.
+            wait: until its end, with its log on stdout. Otherwise it runs in the background: `latest_training_job` has its
+                state.
             logs: False: no log while waiting.
             dry_run: check everything, and start nothing.
 
@@ -166,7 +167,7 @@ class ModelTrainer:
         return self
 
     def _accepted(self, name: str) -> ModelTrainer:
-        warn(f"trainer: {name} has no meaning on this machine.")
+        warn(f"trainer: {name} has no effect on this machine.")
         return self
 
     def with_metric_definitions(self, metric_definitions: Sequence[Any]) -> ModelTrainer:
@@ -198,7 +199,7 @@ class ModelTrainer:
         """HyperPod's recipes, which are refused.
 
         Raises:
-            InputError: always, with the way.
+            InputError: always, with what to do instead.
         """
         raise InputError(f"ModelTrainer.from_recipe({training_recipe!r}): {TRAINER_REFUSED['training_recipe']}")
 
@@ -207,9 +208,9 @@ class ModelTrainer:
         """JumpStart's models, which are refused.
 
         Raises:
-            InputError: always, with the way.
+            InputError: always, with what to do instead.
         """
-        raise InputError("ModelTrainer.from_jumpstart_config: JumpStart is not here. Give a script in source_code.")
+        raise InputError("ModelTrainer.from_jumpstart_config: JumpStart is not supported. Give a script in source_code.")
 
     def _request(self) -> Request:
         code, compute = self._config("source_code"), self._config("compute") or Compute()
@@ -241,7 +242,7 @@ class ModelTrainer:
         processes, parameters = self._ranks()
         environment = {} if self.environment is None else self.environment
         if not isinstance(environment, Mapping):
-            raise InputError(f"environment = {environment!r} is no dictionary.")
+            raise InputError(f"environment = {environment!r} is not a dictionary.")
         hyperparameters = check_hyperparameters(self.hyperparameters, DRIVERS.arguments)
         if "mp_parameters" in hyperparameters:
             raise InputError('hyperparameters["mp_parameters"]: give SMP\'s parameters in Torchrun(smp=SMP(…)).')
@@ -274,7 +275,7 @@ class ModelTrainer:
             raise InputError(f"distributed = {self.distributed!r} is not started here: use Torchrun(), with one rank a GPU.")
         processes = value_of(self.distributed, "process_count_per_node")
         if processes is not None and (isinstance(processes, bool) or not isinstance(processes, int) or processes < 1):
-            raise InputError(f"process_count_per_node = {processes!r} is no number of processes: give 1 or more.")
+            raise InputError(f"process_count_per_node = {processes!r} is not a number of processes: give 1 or more.")
         smp = value_of(self.distributed, "smp")
         if smp is None:
             return processes, None
@@ -287,7 +288,7 @@ class ModelTrainer:
         return config_of(getattr(self, name), _KINDS[name], name)
 
     def _without_effect(self) -> list[str]:
-        """Values of the configurations that ask for something and have no effect."""
+        """Values of the configurations that are not neutral and have no effect."""
         given = {kind: self._config(name) for name, kind in _KINDS.items()}
         if value_of(given["CheckpointConfig"], "s3_uri") is not None:  # the path is that of the address
             given["CheckpointConfig"] = None

@@ -21,8 +21,8 @@ class TrainingJob(Job):
 
         Args:
             training_job_name: its name.
-            session: means nothing here.
-            region: means nothing here.
+            session: has no effect.
+            region: has no effect.
             output_path: the folder of jobs, if it is not ./jobs.
 
         Raises:
@@ -69,8 +69,8 @@ class TrainingJob(Job):
         """Wait for the end of the job.
 
         Args:
-            poll: means nothing here: the end is noticed at once.
-            timeout: seconds; the job goes on after them.
+            poll: has no effect: the end is noticed at once.
+            timeout: seconds; the job continues after them.
             logs: print the log.
 
         Raises:

@@ -51,14 +51,14 @@ def text_of(value: Any, key: str) -> str | None:
         return value
     if isinstance(value, Path):
         return str(value)
-    raise InputError(f"{key} = {value!r} is no text.")
+    raise InputError(f"{key} = {value!r} is not a string.")
 
 
 def channels_of(given: Any, key: str) -> dict[str, Any]:
     """Channel → address, of a list of `InputData` or `Channel`. key: for messages.
 
     Raises:
-        InputError: another value, a channel that is no folder of files, or two of one name.
+        InputError: another value, a channel that is not a folder of files, or two of one name.
     """
     if given is None:
         return {}
@@ -81,7 +81,7 @@ def _address(channel: Any, key: str) -> str:
     source = value_of(channel, "data_source")
     for name, plain in _PLAIN_CHANNEL.items():
         if value_of(channel, name) not in plain:
-            raise InputError(f"{key}: {name} = {value_of(channel, name)!r} is not there: a channel is a folder of files.")
+            raise InputError(f"{key}: {name} = {value_of(channel, name)!r} is not supported: a channel is a folder of files.")
     if is_a(source, "DataSource"):
         inner = [value_of(source, name) for name in ("s3_data_source", "file_system_data_source", "dataset_source")]
         source = next((one for one in inner if one is not None), None)
@@ -91,11 +91,11 @@ def _address(channel: Any, key: str) -> str:
         for name, plain in _PLAIN_SOURCE.items():
             if value_of(source, name) not in plain:
                 raise InputError(
-                    f"{key}: {name} = {value_of(source, name)!r} is not there: a channel is a folder of files, {plain[1]!r}."
+                    f"{key}: {name} = {value_of(source, name)!r} is not supported: a channel is a folder, {plain[1]!r}."
                 )
         source = value_of(source, "s3_uri")
     if not isinstance(source, str | Path) or not str(source):
-        raise InputError(f"{key} = {source!r} is no address: give a folder, file://… or s3://….")
+        raise InputError(f"{key} = {source!r} is not an address: give a folder, file://… or s3://….")
     return str(source)
 
 

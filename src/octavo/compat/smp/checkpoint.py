@@ -192,7 +192,7 @@ def load(
     path = getattr(reader, "path", checkpoint_id)
     remote = isinstance(reader, FsspecReader) or "://" in str(path)
     if not remote and not os.path.isfile(os.path.join(str(path), ".metadata")):  # noqa: PTH113, PTH118
-        raise InputError(f"load: there is no checkpoint in {str(path)!r}: give the folder that save or async_save wrote.")
+        raise InputError(f"load: there is not a checkpoint in {str(path)!r}: give the folder that save or async_save wrote.")
     with _together("load", process_group):
         pass
     # Rows share the memory of the tensors; other values are put back by hand.

@@ -95,7 +95,7 @@ class DelayedParamIniter:
             method: Any = getattr(self.model, "_init_weights", None)
             if method is None:
                 raise InputError(
-                    f"DelayedParamIniter: {type(self.model).__name__} is no model of Hugging Face's, whose initial values are "
+                    f"DelayedParamIniter: {type(self.model).__name__} is not a Hugging Face model, whose initial values are "
                     "known. Give init_method_using_config."
                 )
             empty_module_params(module, device)

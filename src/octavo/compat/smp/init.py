@@ -158,7 +158,7 @@ def init(config: str | os.PathLike[str] | Mapping[str, Any] | None = None) -> No
         config: SMP's configuration, or the path of a JSON file with it; None: the one set by the estimator, else defaults.
 
     Raises:
-        InputError: an unknown key, text that is no JSON, or a degree that does not fit.
+        InputError: an unknown key, text that is not JSON, or a degree that does not fit.
     """
     given, where = _read(config)
     chosen = SmpConfig.from_dict(given, where=where)
@@ -197,7 +197,7 @@ def _read(config: Any) -> tuple[Mapping[str, Any], str]:
     try:
         values = json.loads(text)
     except ValueError as error:
-        raise InputError(f"torch.sagemaker.init: {where} is no JSON ({error}): {text[:60]!r}.") from None
+        raise InputError(f"torch.sagemaker.init: {where} is not JSON ({error}): {text[:60]!r}.") from None
     if not isinstance(values, dict):
         raise InputError(
             f'torch.sagemaker.init: {where} is {text[:60]!r}: give an object such as {{"hybrid_shard_degree": 8}}.'

@@ -58,7 +58,7 @@ def check_longest(name: str, given: Any, longest: int) -> None:
     """Check max_seqlen_q or max_seqlen_kv. Octavo does not need it, but a wrong value is refused.
 
     Raises:
-        InputError: it is no whole number, or below the longest sequence.
+        InputError: it is not a whole number, or below the longest sequence.
     """
     if isinstance(given, Tensor) and given.numel() == 1 and not given.is_floating_point():
         given = int(given)

@@ -60,7 +60,7 @@ class SplitLayerNormLinear(Split, _linear.LayerNormLinear):  # type: ignore[misc
 
 
 def split(layer: Any, parameters_split: Any) -> None:
-    """Give a layer the parameters that `parameters_split` names, in place of `weight` and `bias`."""
+    """Give a layer the parameters that `parameters_split` names, instead of `weight` and `bias`."""
     sizes = split_sizes(parameters_split, layer.out_features)
     whole = {kind: layer._parameters.pop(kind, None) for kind in ("weight", "bias")}
     for name in sizes:

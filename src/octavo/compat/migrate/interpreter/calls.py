@@ -53,7 +53,7 @@ _READERS = (
     "logging.info", "logging.debug", "logging.warning", "logging.error", "copy.copy", "copy.deepcopy",
     *(f"logging.getLogger().{name}" for name in ("info", "debug", "warning", "error", "exception", "log")),
 )  # fmt: skip
-"""Functions of libraries of which the same holds."""
+"""Library functions with the same property."""
 _SCALARS = ("int", "float", "str", "bool", "round", "abs")
 _OF_LISTS = ("list", "tuple", "sorted", "min", "max", "sum", "len", "dict")
 _OF_SCALARS: dict[str, Callable[[Any], Any]] = {"sorted": sorted, "min": min, "max": max, "sum": sum}
@@ -141,7 +141,7 @@ class Calls(Expressions):
         return UNKNOWN
 
     def _callee(self, function: ast.expr) -> tuple[Any, Any]:
-        """The value of a called expression, and the object of a method that is followed or else ABSENT."""
+        """The value of a called expression, and the object of a followed method, otherwise ABSENT."""
         if isinstance(function, ast.Attribute):
             dotted = self._dotted(function)
             owner = self.of(function.value)
@@ -171,7 +171,7 @@ class Calls(Expressions):
                 self._heap.lose(value)
 
     def _remember(self, node: ast.Call, args: list[Any], keywords: dict[str, Any]) -> None:
-        """Keep the arguments of a call; those that differ between two runs of it are unknown."""
+        """Save the arguments of a call; arguments that differ between two of its runs become unknown."""
         if self._blind:
             return
         now = exported(args), exported(keywords)
@@ -184,7 +184,7 @@ class Calls(Expressions):
         self._given[id(node)] = now
 
     def _library(self, dotted: str, node: ast.Call, args: list[Any], keywords: dict[str, Any]) -> Any:
-        """The result of a function of a library that is known; ABSENT for others."""
+        """The result of a known library function; ABSENT for others."""
         if dotted in ("copy.copy", "copy.deepcopy") and len(args) == 1 and not keywords:
             return self._copied(args[0], deep=dotted == "copy.deepcopy")
         if dotted == "logging.getLogger":
@@ -210,7 +210,7 @@ class Calls(Expressions):
         return ABSENT
 
     def _copied(self, value: Any, *, deep: bool, memo: dict[int, Any] | None = None) -> Any:
-        """A copy; of an object that is not known nothing is."""
+        """A copy; the content of an unknown object stays unknown."""
         memo = {} if memo is None else memo
         if id(value) in memo:
             return memo[id(value)]
@@ -323,7 +323,7 @@ class Calls(Expressions):
     # estimators
 
     def _job(self, node: ast.Call, given: dict[str, Any], *, sure: bool) -> Any:
-        """An estimator; one that may be something else is lost at once."""
+        """An estimator. If it may be something else, it is lost at once."""
         if self._blind:
             return UNKNOWN
         number: Any = id(node) if self._rounds else (id(node), len(self._jobs))
@@ -367,7 +367,7 @@ class Calls(Expressions):
     # methods
 
     def _method(self, owner: Any, name: str, args: list[Any], keywords: dict[str, Any]) -> Any:
-        """A method of an object that is known."""
+        """A method of a known object."""
         if isinstance(owner, Job):
             return self._of_estimator(owner, name, args, keywords)
         if isinstance(owner, Task):
@@ -402,7 +402,7 @@ class Calls(Expressions):
             return UNKNOWN
 
     def _of_task(self, task: Task, name: str) -> Any:
-        """A process that starts has a copy of all; a thread may run at any time from now on."""
+        """A started process has a copy of everything; a started thread may run at any time."""
         if name == "start" and task.is_thread:
             self._inline(task.function, [], {})
             self._threads.append((task.function, starts_alone(task.function.node)))
@@ -539,7 +539,7 @@ class Calls(Expressions):
         return UNKNOWN if decorators else function
 
     def _annotations(self, nodes: Iterable[ast.expr | None]) -> None:
-        """Annotations are evaluated, unless the module says otherwise; those of names alone have no effect."""
+        """Annotations are evaluated, unless the module says otherwise; annotations that are only names have no effect."""
         for node in nodes:
             if node is not None and any(isinstance(each, ast.Call | ast.NamedExpr) for each in ast.walk(node)):
                 self._fork(lambda node=node: self._each([node]), lambda: GOES_ON)  # type: ignore[misc]
@@ -557,7 +557,7 @@ class Calls(Expressions):
         given = (dict.fromkeys(names, UNKNOWN) if several else dict(zip(names, args, strict=False))) | keywords
         parameters = {*names, *(each.arg for each in node.args.kwonlyargs)}
         more = {name: given.pop(name) for name in list(given) if name not in parameters}
-        if REST in more:  # any of the others may come by it
+        if REST in more:  # it may contain any of the others
             given |= dict.fromkeys(parameters - set(given), UNKNOWN)
         if node.args.kwarg is not None:
             table = Table()

@@ -51,12 +51,12 @@ class Interpreter(abc.ABC):
 
     Args:
         tree: of the script.
-        positional: dotted name → names of the positional arguments of an estimator; None for another.
-        called: the full dotted name of an expression, or None where it may be something else.
-        maybe: the same, also where it may be something else.
-        has: dotted name of a library → whether it is there; None for others.
+        positional: dotted name → names of the positional arguments of an estimator; None for other names.
+        called: the full dotted name of an expression, or None if it may be something else.
+        maybe: the same, also if it may be something else.
+        has: dotted name of a library → whether it exists; None for others.
         recipe_of: dotted name → class of the recipe that its call returns, or None.
-        is_library: True for a name of a library whose calls leave recipes as they are.
+        is_library: True for a name of a library whose calls do not change recipes.
     """
 
     def __init__(
@@ -86,13 +86,13 @@ class Interpreter(abc.ABC):
         self._frames: list[Names] = [self._module]
         self._returns: list[list[Any]] = []
         self._running: list[ast.AST] = []
-        self._doubled: dict[int, list[str]] = {}  # call → keywords that it has twice
+        self._doubled: dict[int, list[str]] = {}  # call → its repeated keywords
         self._given: dict[int, tuple[list[Any], dict[str, Any]]] = {}  # call → arguments
         self._jobs: dict[Any, Job] = {}
         self._idle_jobs: dict[Any, Job] = {}  # of functions that nothing calls here
-        self._loose_jobs: dict[Any, Job] = {}  # of those that may be called at any time
-        self._threads: list[tuple[Function, set[str]]] = []  # those that have started, and names whose `fit` they call
-        self._rounds = 0  # loops around that are not followed item by item
+        self._loose_jobs: dict[Any, Job] = {}  # of functions that may be called at any time
+        self._threads: list[tuple[Function, set[str]]] = []  # started threads, and names whose `fit` they call
+        self._rounds = 0  # enclosing loops that are not followed item by item
         self._followed: set[int] = set()
         self._released: set[int] = set()
         self._steps = 0
@@ -104,10 +104,10 @@ class Interpreter(abc.ABC):
         self._block(getattr(tree, "body", []))
         self._rest(tree)
 
-    # the whole
+    # the whole script
 
     def _scan(self, tree: ast.AST) -> None:
-        """Give up a script that asks for the names of any frame by a text."""
+        """Give up on a script that looks up names of a frame by a string."""
         for node in ast.walk(tree):
             if isinstance(node, ast.Constant) and node.value in ANY_FRAME:
                 parent = self._scopes.parents.get(id(node))
@@ -125,7 +125,7 @@ class Interpreter(abc.ABC):
             self._once = id(node) in self._released or not isinstance(self._scopes.parents.get(id(node)), ast.Module)
             flags = self._poisoned, self._star, set(self._replaced)
             self._run(node, {}, self._surroundings(node))
-            for job in self._jobs.values():  # as they are in it
+            for job in self._jobs.values():  # with their arguments at that point
                 job.fitted = self._of_job(job)
             self._poisoned, self._star, self._replaced = flags
             self._heap.rollback(mark)
@@ -142,7 +142,7 @@ class Interpreter(abc.ABC):
                     self._jobs[id(node)] = Job(table, exported(table))
 
     def _surroundings(self, node: ast.AST) -> Names:
-        """The names around a function that is not followed: those of a function around it are unknown."""
+        """The names around a function that is not followed: names of an enclosing function are unknown."""
         hidden = Names(self._module)
         around = self._scopes.parents.get(id(node))
         while around is not None:
@@ -152,7 +152,7 @@ class Interpreter(abc.ABC):
         return hidden
 
     def _poison(self) -> Any:
-        """Nothing is known from here on."""
+        """Treat every value as unknown from here on."""
         self._poisoned = self._poisoned or not self._blind
         if self._poisoned and not self._poisoning:
             self._poisoning = True
@@ -196,7 +196,7 @@ class Interpreter(abc.ABC):
         return self._module
 
     def _give_up(self, *parts: ast.AST) -> Any:
-        """Code in this scope that is not followed: unknown, with all that it may change."""
+        """Code in this scope that is not followed: its value is unknown, and so is everything it may change."""
         effects = self._scopes.of_code(parts)
         here = self._frames[-1]
         for name, level in effects.loads.items():
@@ -269,7 +269,7 @@ class Interpreter(abc.ABC):
                 merge(job.fitted, now | {"fit": {"inputs": exported(job.inputs)}}, {})
 
     def _dotted(self, node: ast.AST) -> str | None:
-        """The full name of an imported expression; None for others, and for one that may have been replaced."""
+        """The full name of an imported expression; None for others and for names that may have been replaced."""
         whole = self._whole(node)
         return whole if whole is not None and self._is_intact(whole) else None
 
@@ -316,7 +316,7 @@ class Interpreter(abc.ABC):
                     value.update(dict.fromkeys([*value, REST], UNKNOWN))
         return now
 
-    # Of the classes that stand on this one.
+    # For subclasses.
 
     @abc.abstractmethod
     def _call(self, node: ast.Call) -> Any: ...

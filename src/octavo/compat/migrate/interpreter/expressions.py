@@ -50,7 +50,7 @@ _RESULTS = ("fit", "latest_training_job", "model_data", "jobs", "sagemaker_sessi
 
 
 class End(Exception):
-    """A loop over something that is not known, or not any more."""
+    """A loop over something unknown, or no longer known."""
 
 
 class Expressions(Interpreter):
@@ -101,7 +101,7 @@ class Expressions(Interpreter):
             elif node.attr not in _RESULTS:
                 self._heap.lose(owner)
             return UNKNOWN
-        self._heap.lose(owner)  # a method of it, to be called anywhere
+        self._heap.lose(owner)  # a bound method, which may be called anywhere
         return UNKNOWN
 
     def _of_dict(self, node: ast.Dict) -> Table:
@@ -115,7 +115,7 @@ class Expressions(Interpreter):
         return found
 
     def _store(self, table: Table, key: Any, value: Any) -> None:
-        """Set an entry of which the key may be unknown."""
+        """Set an entry whose key may be unknown."""
         if is_key(key):
             self._heap.put(table, {key: value})
         else:
@@ -180,7 +180,7 @@ class Expressions(Interpreter):
         return part if isinstance(table, str) else type(table)(part)
 
     def _lose_inside(self, value: Any) -> None:
-        """One of the values inside of an object may be anywhere now."""
+        """Lose the values inside an object: any of them may be referenced elsewhere now."""
         if isinstance(value, Table | Items | Fixed | View):
             for each in list(children(value)):
                 self._heap.lose(each)
@@ -264,7 +264,7 @@ class Expressions(Interpreter):
             return COMPARISONS[type(kind)](plain(left), plain(right))
         except (TypeError, ValueError, RecursionError):
             if UNKNOWN in (left, right) or isinstance(left, Function) or isinstance(right, Function):
-                self._heap.lose(left)  # its comparison gets the other operand
+                self._heap.lose(left)  # its comparison method gets the other operand
                 self._heap.lose(right)
             return UNKNOWN
 
@@ -341,7 +341,7 @@ class Expressions(Interpreter):
         return UNKNOWN if self._blind else self._give_up(node)
 
     def _elements(self, node: ast.ListComp | ast.DictComp | ast.GeneratorExp) -> list[Any] | None:
-        """The elements of a comprehension, pairs of a dictionary's; None if it is not followed to its end."""
+        """The elements of a comprehension, pairs for a dictionary; None if it is not followed to its end."""
         found: list[Any] = []
         frame = Names(self._frames[-1], "comprehension")
 

@@ -50,11 +50,11 @@ _NO_SUPPRESSION = (
     "torch.inference_mode",
     "contextlib.redirect_stdout",
 )
-"""Contexts that end no exception."""
+"""Contexts that suppress no exception."""
 
 
 class Statements(Calls):
-    """The interpreter of all of them."""
+    """The interpreter of statements, and so of everything."""
 
     # statements
 
@@ -109,7 +109,7 @@ class Statements(Calls):
         return RAISES if exits else GOES_ON
 
     def _unused(self, value: Any) -> None:
-        """A value that no name has."""
+        """Handle a value that no name is bound to."""
 
     def _do_assign(self, node: ast.Assign | ast.AnnAssign) -> Outcome:
         if isinstance(node, ast.AnnAssign):
@@ -251,7 +251,7 @@ class Statements(Calls):
         return self._block(node.body if truth else node.orelse)
 
     def _is_fixed(self, test: ast.expr) -> bool:
-        """True for a test of imported names and constants alone, which is the same in every call of a function."""
+        """True for a test of only imported names and constants, which is the same in every call of a function."""
         names = [each for each in ast.walk(test) if isinstance(each, ast.Name)]
         return all(self._called(each) is not None or each.id == "hasattr" for each in names)
 
