@@ -199,8 +199,8 @@ def test_a_missing_name_ends_with_the_name_and_the_way(tmp_path):
         "octavo.graphed(model) records a training step as a CUDA graph. docs/migrating.md has the table of names."
     )
     for arguments, fault in (
-        ([], "no script was given"),
-        (["-m"], "no script was given"),
+        ([], "no script given"),
+        (["-m"], "no script given"),
         (["none.py"], "'none.py' does not exist"),
         (["--replace"], "unknown option --replace"),
     ):

@@ -221,7 +221,7 @@ def test_transform_says_what_is_not_there(tsm):
     with pytest.raises(InputError, match="cp_comm_type"):
         tsm.transform(model, cp_comm_type="a2a")
     new = tsm.transform(model, config=MoEConfig(smp_moe=False))
-    with pytest.raises(InputError, match="transformed already"):
+    with pytest.raises(InputError, match="already transformed"):
         tsm.transform(new)
     ids = torch.arange(16).view(2, 8)
     out = new(ids)

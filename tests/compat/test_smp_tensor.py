@@ -72,7 +72,7 @@ def test_checkpoints_of_tensor_ranks_load_at_every_degree(tmp_path, number, othe
         if number == 4:
             assert found["rows"] == 0
             assert "several tensor ranks give the folder" in found["apart"]
-            assert "have tp_rank in its name" in found["apart"]
+            assert "put tp_rank into its name" in found["apart"]
         for given in map(str, others):
             assert found["full", given] == 0
             for kind in ("sharded", "local"):

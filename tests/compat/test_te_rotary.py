@@ -128,11 +128,11 @@ def test_refused(te):
         "rotary angles of 20 columns: give an even number of at most 16": {"freqs": torch.zeros(8, 1, 1, 20)},
         "rotary angles of 0 columns": {"freqs": torch.zeros(8, 1, 1, 0)},
         r"t is torch.int64 \[8, 2, 3, 16\]": {"t": t.long()},
-        "cu_seqlens with tensor_format 'sbhd': they are of packed": {"cu_seqlens": ends((4, 4))},
+        "cu_seqlens with tensor_format 'sbhd': they belong to packed": {"cu_seqlens": ends((4, 4))},
     }.items():
         with pytest.raises(InputError, match=message):
             apply_rotary_pos_emb(**{"t": t, "freqs": angles} | call)
-    with pytest.raises(InputError, match="'thd' takes cu_seqlens"):
+    with pytest.raises(InputError, match="'thd' needs cu_seqlens"):
         apply_rotary_pos_emb(t[:, 0], angles, "thd")
     for message, call in {
         r"start_positions are torch.int64 \[1\]: give torch.int32 \[2\]": {"start_positions": torch.tensor([1])},

@@ -85,7 +85,7 @@ def pids_of(job, count):
 
 def test_a_job_gets_its_channels_and_gives_its_model(place, capfd):
     one = estimator("ok", role="arn", volume_size=30)
-    assert "octavo: estimator: role, volume_size have no meaning on this machine." in capfd.readouterr().err
+    assert "octavo: estimator: role, volume_size have no effect on this machine." in capfd.readouterr().err
     one.fit({"train": "data"}, job_name="first")
     assert "begun None" in capfd.readouterr().out
     folder = place / "jobs" / "first"

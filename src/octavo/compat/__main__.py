@@ -39,7 +39,7 @@ def command(arguments: Sequence[str]) -> list[str]:
         os.environ[REPLACE] = "1"
         rest.pop(0)
     if not rest or (rest[0] in ("-m", "-c") and len(rest) < 2):
-        raise InputError(f"no script was given.\n{USAGE.rstrip()}")
+        raise InputError(f"no script given.\n{USAGE.rstrip()}")
     if rest[0].startswith("-") and rest[0] not in ("-m", "-c"):
         raise InputError(f"unknown option {rest[0]}.\n{USAGE.rstrip()}")
     if not rest[0].startswith("-") and not Path(rest[0]).exists():

@@ -36,7 +36,7 @@ def test_a_script_reads_and_writes_in_its_job(tmp_path, monkeypatch, capfd):
     one.fit({"train": "data"}, job_name="first", logs=False)
     folder = tmp_path / "jobs" / "first"
     error = capfd.readouterr().err
-    assert "estimator: wait has no meaning on this machine." in error
+    assert "estimator: wait has no effect on this machine." in error
     assert f"paths below /opt/ml are those of the job: {folder}" in error
     seen = json.loads((folder / "model" / "seen.json").read_text())
     assert seen["data"] == ["a.json"]
@@ -88,5 +88,5 @@ def test_a_folder_that_no_job_has_is_refused_before_anything_starts(value, messa
 
 @pytest.mark.parametrize("name", ["training_recipe", "recipe_overrides"])
 def test_recipes_are_refused_with_the_way(name):
-    with pytest.raises(InputError, match=rf"{name} = 'x': HyperPod's recipes are not here: give a script as entry_point"):
+    with pytest.raises(InputError, match=rf"{name} = 'x': HyperPod recipes are not supported: give a script as entry_point"):
         PyTorch("train.py", instance_type="local", **{name: "x"})

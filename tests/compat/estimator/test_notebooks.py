@@ -114,7 +114,7 @@ def test_the_call_of_a_notebook_is_accepted_or_refused_by_name(place, capfd, nam
         return
     PyTorch(**arguments)
     said = capfd.readouterr().err
-    assert said.endswith(" have no meaning on this machine.\n")
+    assert said.endswith(" have no effect on this machine.\n")
     named = set(said.removeprefix("octavo: estimator: ").partition(" have ")[0].split(", "))
     without = {"framework_version"} if "image_uri" in changes else set()
     wanted = SAID - without | {"image_uri", "keep_alive_period_in_seconds", "wait"} & changes.keys()
@@ -242,7 +242,7 @@ def test_arguments_that_ask_for_what_is_so_anyway_are_not_named(place, capfd):
     PyTorch(**plain, disable_profiler=False, max_wait=3600, tags=[{"Key": "a", "Value": "b"}], subnets=["s"])
     assert "estimator: disable_profiler, max_wait, tags, subnets have no meaning" in capfd.readouterr().err
     assert not hasattr(one, "deploy")
-    with pytest.raises(InputError, match=r"PyTorch\.deploy is of AWS's cloud\. Load the folder model_data"):
+    with pytest.raises(InputError, match=r"PyTorch\.deploy needs AWS's cloud\. Load the folder model_data"):
         one.deploy()
     with pytest.raises(AttributeError, match="no attribute 'depoly'"):
         one.depoly()

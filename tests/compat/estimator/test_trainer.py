@@ -91,7 +91,7 @@ def test_a_job_of_all_arguments(place, capfd):
     )
     said = capfd.readouterr().err
     names = "training_image, Compute.volume_size_in_gb, Compute.keep_alive_period_in_seconds, Networking.subnets"
-    assert said == f"octavo: trainer: {names} have no meaning on this machine.\n"
+    assert said == f"octavo: trainer: {names} have no effect on this machine.\n"
     source = DataSource(s3_data_source=S3DataSource(s3_data_type="S3Prefix", s3_uri="data"))
     channels = [
         InputData(channel_name="train", data_source="data"),
@@ -173,7 +173,7 @@ RANKS = Torchrun(smp=SMP(context_parallel_degree=2))
 REFUSED = [
     (lambda: trainer(sourcecode=1), "unknown argument 'sourcecode' of ModelTrainer. Did you mean 'source_code'?"),
     (lambda: trainer(algorithm_name="a"), "marketplace"),
-    (lambda: trainer(model_package_config="a"), "no registry"),
+    (lambda: trainer(model_package_config="a"), "model registry is not supported"),
     (lambda: trainer(training_mode="CLOUD"), "training_mode = 'CLOUD'"),
     (lambda: trainer(source_code=None), "source_code has no script"),
     (lambda: trainer(source_code=SourceCode(source_dir="src", command="torchrun train.py")), "command = 'torchrun train.py'"),
@@ -228,7 +228,7 @@ REFUSED = [
         lambda: trainer(
             input_data_config=[InputData(channel_name="a", data_source=FileSystemDataSource(directory_path="/3x5"))]
         ),
-        "input_data_config['a']: '/3x5' of a file system of AWS is not here: mount it",
+        "input_data_config['a']: '/3x5' of an AWS file system is not here: mount it",
     ),
     (
         lambda: trainer(
@@ -239,7 +239,7 @@ REFUSED = [
         "s3_data_distribution_type = 'ShardedByS3Key'",
     ),
     (lambda: trainer(input_data_config=[Channel(channel_name="a", data_source="data", input_mode="Pipe")]), "'Pipe'"),
-    (lambda: ModelTrainer.from_recipe("a/b"), "from_recipe('a/b'): HyperPod's recipes are not here"),
+    (lambda: ModelTrainer.from_recipe("a/b"), "from_recipe('a/b'): HyperPod recipes are not supported"),
     (lambda: ModelTrainer.from_jumpstart_config(None), "JumpStart is not supported"),
     (lambda: trainer(source_code=SourceCode(source_dir="src", entry_script="train.py", ignore_patterns=["*.py"])).train(),
      "entry_script = 'train.py' is left out by ignore_patterns = ['*.py']"),

@@ -144,7 +144,7 @@ def test_dictionaries_are_configurations(place, capfd):
     )
     assert one._request().layout().ranks == 4
     assert one.hyperparameters == {"lr": 1}
-    said = "trainer: InputData.content_type, CheckpointConfig.local_path have no meaning on this machine."
+    said = "trainer: InputData.content_type, CheckpointConfig.local_path have no effect on this machine."
     assert said in capfd.readouterr().err
     one.train(dry_run=True)
     assert is_a(type("Mine", (Compute,), {})(), "Compute")

@@ -44,7 +44,7 @@ class PyTorch:
         sdk: other arguments of the SDK; those without an effect on this machine are logged once.
 
     Raises:
-        InputError: an unknown argument, or arguments that contradict each other or this machine.
+        InputError: an unknown argument, or arguments that contradict each other or do not fit this machine.
     """
 
     face = ESTIMATOR.face
@@ -124,7 +124,7 @@ class PyTorch:
 
         Args:
             inputs: an address, or one for each channel: a local folder or file, `file://`, `s3://` and other schemes of fsspec.
-            wait: until its end, with its log on stdout. Otherwise it runs in the background: `attach` reaches it by its name.
+            wait: wait until the job ends, with its log on stdout. Otherwise it runs in the background; see `attach`.
             logs: the log while waiting: "All" or "Training", True, or a list of these; "None" or False: no log.
             job_name: by default from the script's name and the time. A name can be used only once.
             experiment_config: has no effect.

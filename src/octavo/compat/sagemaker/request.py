@@ -1,6 +1,6 @@
-"""The request for a job, common to the estimator and the trainer.
+"""The request for a job, shared by the estimator and the trainer.
 
-`Request.check` finds every mistake that can be found without a folder.
+`Request.check` finds every error that can be found without a job folder.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Request:
         """The folder to copy, or the folder of the script, and the script in it.
 
         Raises:
-            InputError: one of them is not there, or is not a Python script.
+            InputError: one of them does not exist, or is not a Python script.
         """
         entry, folder_name = self.keys.entry, self.source_dir
         if folder_name is not None and (":" in folder_name.partition("/")[0] or folder_name.endswith(".tar.gz")):
@@ -112,7 +112,7 @@ class Request:
         """The processes, on this machine.
 
         Raises:
-            InputError: they contradict each other, or this machine.
+            InputError: they contradict each other or do not fit this machine.
         """
         return fit_layout(
             self.instance_type,

@@ -17,7 +17,7 @@ MEANINGLESS = (
     "tensorboard_output_config", "training_repository_access_mode", "training_repository_credentials_provider_arn",
     "use_spot_instances", "volume_kms_key", "volume_size", "wait",
 )  # fmt: skip
-"""Accepted: a job runs here, under this user, in this Python. `wait` is of `fit`; the SDK takes and forgets it."""
+"""Accepted: a job runs here, under this user, in this Python. `wait` is of `fit`; the SDK accepts and ignores it."""
 
 _RECIPE = "HyperPod recipes are not supported: give a script as entry_point, or train a run file (octavo train presets/…)."
 REFUSED = {
@@ -117,7 +117,7 @@ TRAINER_MEANINGLESS = (
 """Arguments of the trainer that are accepted: a job runs here, under this user, in this Python."""
 TRAINER_REFUSED = {
     "algorithm_name": "algorithms of AWS's marketplace are not supported. Give a script in source_code.",
-    "model_package_config": "there is no registry of models. Leave it out.",
+    "model_package_config": "a model registry is not supported. Leave it out.",
     "training_recipe": _RECIPE.replace("entry_point", "SourceCode.entry_script"),
     "recipe_overrides": _RECIPE.replace("entry_point", "SourceCode.entry_script"),
 }

@@ -59,7 +59,7 @@ class Checked(NamedTuple):
 
 
 def check(request: Request, given: Any) -> Checked:
-    """Find every mistake that can be found before the job has a folder. given: its channels, as in `fit`.
+    """Find every error that can be found before the job has a folder. given: its channels, as in `fit`.
 
     Raises:
         InputError: there is one.

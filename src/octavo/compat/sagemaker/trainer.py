@@ -61,7 +61,7 @@ class ModelTrainer:
         sdk: other arguments of the SDK; those without an effect on this machine are logged once.
 
     Raises:
-        InputError: an unknown argument, or arguments that contradict each other or this machine.
+        InputError: an unknown argument, or arguments that contradict each other or do not fit this machine.
     """
 
     def __init__(
@@ -132,8 +132,7 @@ class ModelTrainer:
 
         Args:
             input_data_config: further channels; those of the same name replace the trainer's.
-            wait: until its end, with its log on stdout. Otherwise it runs in the background: `latest_training_job` has its
-                state.
+            wait: wait until the job ends, with its log on stdout. Else it runs in the background; see `latest_training_job`.
             logs: False: no log while waiting.
             dry_run: check everything, and start nothing.
 

@@ -26,7 +26,7 @@ class TrainingJob(Job):
             output_path: the folder of jobs, if it is not ./jobs.
 
         Raises:
-            InputError: there is none.
+            InputError: there is no such job.
         """
         return cls(job.find(jobs_of(output_path)[0], training_job_name).folder)
 
@@ -37,7 +37,7 @@ class TrainingJob(Job):
 
     @property
     def training_job_name(self) -> str:
-        """Its name."""
+        """The job's name."""
         return self.name
 
     @property
@@ -56,7 +56,7 @@ class TrainingJob(Job):
         return SimpleNamespace(s3_model_artifacts=self.model_data)
 
     def get_name(self) -> str:
-        """Its name."""
+        """The job's name."""
         return self.name
 
     def refresh(self) -> TrainingJob:
@@ -74,7 +74,7 @@ class TrainingJob(Job):
             logs: print the log.
 
         Raises:
-            TimeoutError: the time is over.
+            TimeoutError: the timeout expired.
             JobFailed: it failed, or was killed.
             RunStopped: it was stopped.
         """

@@ -65,7 +65,7 @@ class FlashSelfAttention(FlashGroupedQueryAttention):
     ) -> None:
         super().__init__(attention_dropout_prob, scale)
         if use_alibi:
-            raise InputError("FlashSelfAttention(use_alibi=True): there are no linear biases (ALiBi) here. Leave it out.")
+            raise InputError("FlashSelfAttention(use_alibi=True): linear biases (ALiBi) are not supported. Leave it out.")
 
     def forward(
         self,
@@ -77,7 +77,7 @@ class FlashSelfAttention(FlashGroupedQueryAttention):
     ) -> Tensor:
         """qkv: (q, k, v), or all three joined along the heads; by `layout` [B, H, T, D] or [B, T, H, D] → like q."""
         if attn_mask is not None:
-            raise InputError("FlashSelfAttention(attn_mask=…) is for ALiBi, which is not here. Leave it out.")
+            raise InputError("FlashSelfAttention(attn_mask=…) is for ALiBi, which is not supported. Leave it out.")
         q, k, v = qkv if isinstance(qkv, tuple | list) else qkv.chunk(3, 1 if layout == LAYOUTS[0] else 2)
         return super().forward(q, (k, v), causal, cast_dtype, layout)
 

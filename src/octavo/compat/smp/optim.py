@@ -61,7 +61,9 @@ def optim_state(model: nn.Module, optimizer: torch.optim.Optimizer, settings: Se
 
 def _name(names: Mapping[int, str], parameter: Tensor) -> str:
     if id(parameter) not in names:
-        raise InputError("the optimizer has a parameter that is not the model's: create it from model.parameters() after FSDP.")
+        raise InputError(
+            "the optimizer has a parameter that does not belong to the model: create it from model.parameters() after FSDP."
+        )
     return names[id(parameter)]
 
 
@@ -83,11 +85,11 @@ def optim_state_to_load(model: nn.Module, optimizer: torch.optim.Optimizer, stat
     given = {stored.get(name, name): entries for name, entries in _nested(state.get("state", {})).items()}
     if strangers := sorted(given.keys() - numbers.keys()):
         raise InputError(
-            f"the optimizer's state is of other parameters than the model's, such as {strangers[0]!r}: load it into the model "
+            f"the optimizer's state has parameters that are not the model's, such as {strangers[0]!r}: load it into the model "
             "that saved it, with FullyShardedDataParallel around."
         )
     if given and (lost := [name for name in numbers if name not in given and parameters[name].requires_grad]):
-        raise InputError(f"the optimizer's state has nothing for {lost[0]!r}: it is of another model or incomplete.")
+        raise InputError(f"the optimizer's state lacks {lost[0]!r}: it belongs to another model or is incomplete.")
     states = {
         numbers[name]: {key: _as_part(f"{name}.{key}", value, parameters[name]) for key, value in entries.items()}
         for name, entries in given.items()

@@ -75,7 +75,7 @@ def _construct(changes: Changes) -> None:
         if isinstance(found, nn.Module) and issubclass(cls, Fsdp):
             admit_config(getattr(found, "config", None))
             if _sharded(found) is not None:
-                raise InputError(f"FullyShardedDataParallel: {type(found).__name__} is sharded already. Wrap it once.")
+                raise InputError(f"FullyShardedDataParallel: {type(found).__name__} is already sharded. Wrap it once.")
             if transformed(found) is not None:
                 return object.__new__(ShardedModel)
             inner = next((name for name, child in found.named_modules() if name and transformed(child) is not None), None)
@@ -223,7 +223,7 @@ def _wrappers(changes: Changes) -> None:
     @functools.wraps(recompute)
     def recomputed(self: Any, *args: Any, **kwargs: Any) -> Any:
         block = self._checkpoint_wrapped_module
-        plain = getattr(self.checkpoint_fn, "func", None) is checkpoint  # no function of the script's
+        plain = getattr(self.checkpoint_fn, "func", None) is checkpoint  # not a function of the script
         if plain and any(isinstance(layer, ResidualLayer) for layer in block.modules()):
             # PyTorch's wrapper would recompute a second time, with the same numbers, and outside of the FP8 autocast.
             return checkpoint(block, *args, use_reentrant=False, context_fn=recomputing, **kwargs)

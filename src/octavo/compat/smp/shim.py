@@ -61,14 +61,14 @@ WAYS = {
     "offload": _OFFLOAD,
     "activation_offloading": _OFFLOAD,
     "context_parallel": "transform(model) splits sequences over the ranks of context_parallel_degree by itself.",
-    "DistributedModel": "It is of SMP version 1: use torch.sagemaker.transform, and FullyShardedDataParallel around it.",
-    "step": "It is of SMP version 1: write the loop without it.",
+    "DistributedModel": "This is SMP version 1: use torch.sagemaker.transform, and FullyShardedDataParallel around it.",
+    "step": "This is SMP version 1: write the loop without it.",
     "setup_transformer_engine_cp_groups": "Leave it out: the attention of a transformed model knows its ranks after init.",
     "torch.sagemaker.checkpoint.constants": "Leave its keys out of the state.",
     "torch.sagemaker.distributed.checkpoint.s3_filesystem": "Give s3:// URLs to save and load, which open them with fsspec.",
     "path_to_file_system": "Give a folder, or a URL for fsspec: DistributedFileSystemReader and -Writer open it.",
-    "compute_auto_checkpoint_interval": "Save every so many steps as you choose.",
-    "_Interval": "Save every so many steps as you choose.",
+    "compute_auto_checkpoint_interval": "Choose the number of steps between saves.",
+    "_Interval": "Choose the number of steps between saves.",
     "dp_rank": "Data-parallel ranks are state.rank // (cp_size * tp_size).",
 }
 
@@ -83,7 +83,7 @@ def install(*, replace_installed: bool = False) -> None:
         replace_installed: also where SMP is installed.
 
     Raises:
-        InputError: it is installed and not to be replaced, or imported already.
+        InputError: it is installed and may not be replaced, or is already imported.
     """
     finder.install(SHIM, replace=replace_installed)
     for shim in beside.SHIMS:

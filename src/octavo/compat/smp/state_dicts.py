@@ -110,7 +110,7 @@ def _shards(
     state: Mapping[Any, Any], prefix: str, model: nn.Module | None, among: Callable[[Tensor], bool]
 ) -> dict[str, Tensor]:
     if model is None:
-        raise InputError("a local state dict is saved or loaded while its model is there: keep the model until then.")
+        raise InputError("a local state dict needs its model when it is saved or loaded: keep the model until then.")
     found: dict[str, Tensor] = {}
     for name, tensor in tensors_of(model).items():
         value = state.get(f"{prefix}{name}")
@@ -269,8 +269,8 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any], settings: Setti
     if len(missing) == len(tensors) and (given or local):
         found = f"none of its keys, such as {next(iter(given))!r}, is" if given else "none of its keys is"
         raise WrongState(
-            f"this state dict restores nothing of {type(model).__name__}: {found} one of the model's, such as "
-            f"{next(iter(tensors))!r}. Load it into the model, and through the wrappers, that saved it."
+            f"this state dict has no key of {type(model).__name__}: {found} one of the model's, such as "
+            f"{next(iter(tensors))!r}. Load it into the model, with the wrappers, that saved it."
         )
     tied = set() if way is None else {one for name in way.tied for one in (name, *way.names(name))}
     unexpected = [name for name in given if name not in used and name not in tied]
@@ -289,7 +289,7 @@ def load_fp8(model: nn.Module, data: Any) -> None:
         return
     tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     if not is_ours(tensor):
-        raise InputError(f"the entry {FP8} of this state dict is no FP8 state: it was changed since it was saved.")
+        raise InputError(f"the entry {FP8} of this state dict is not an FP8 state: it was changed after it was saved.")
     decode(model, tensor)
 
 

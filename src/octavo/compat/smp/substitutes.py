@@ -37,7 +37,7 @@ def _with_smddp(theirs: Callable[..., Any]) -> Callable[..., Any]:
     def new(cls: type, name: Any) -> Any:
         if isinstance(name, str) and _SMDDP.search(name) and not hasattr(Backend, "SMDDP"):
             name = _SMDDP.sub(_instead, name)
-            say_once("smddp", f'backend "smddp" is one of SageMaker\'s containers: {name} takes its place.')
+            say_once("smddp", f'backend "smddp" belongs to SageMaker\'s containers: {name} is used instead.')
         return theirs(cls, name)
 
     new.octavo = True  # type: ignore[attr-defined]

@@ -54,7 +54,7 @@ def among(state: Any, group: dist.ProcessGroup | None, place: str | None) -> Amo
     place: the folder. Collective over these ranks.
 
     Raises:
-        InputError: the ranks give neither one folder nor one for each tensor rank, or one for the local rows of several.
+        InputError: the ranks give neither one folder nor one per tensor rank, or give one for the local rows of several.
     """
     ranks, part = world.state, next(_parts_in(state), None)
     if part is None:
@@ -91,7 +91,7 @@ def separated(state: Any, of: Among, place: str | None) -> Any:
     """A state as the ranks save it together: with a folder for each tensor rank, per-rank entries get names with the rank.
 
     Raises:
-        InputError: one folder, although tensors that are no parts of a matrix differ between tensor ranks.
+        InputError: one folder, although tensors that are not parts of a matrix differ between tensor ranks.
     """
     if of.folders is None:
         return state
@@ -184,7 +184,7 @@ def _check_apart(place: str | None) -> None:
     dist.all_gather_object(given, place, group=world.state.tp_process_group)
     if place is not None and len(set(given)) < len(given):
         raise InputError(
-            f"save: several tensor ranks give the folder {place!r} for their local rows: have tp_rank in its name, or give "
+            f"save: several tensor ranks give the folder {place!r} for their local rows: put tp_rank into its name, or give "
             "process_group=model.process_group, whose ranks have all rows."
         )
 

@@ -98,7 +98,7 @@ def transform(
     if not isinstance(model, nn.Module):
         raise InputError(f"transform got {type(model).__name__}: give a torch.nn.Module.")
     if transformed(model) is not None:
-        raise InputError("transform: the model is transformed already. Call it once.")
+        raise InputError("transform: the model is already transformed. Call it once.")
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     params_dtype = dtype or (next(iter(dtypes)) if len(dtypes) == 1 else params_dtype_of(model))
     if params_dtype is None:

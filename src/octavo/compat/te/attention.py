@@ -92,7 +92,7 @@ def _attention_mask(call: Call, attention: Any, x: Tensor, rotary: Any) -> tuple
 class DotProductAttention(OneRank, Stateless, _attention.DotProductAttention, metaclass=Kind):
     """softmax(q · kᵀ · scale) · v, without parameters but for a learnable `softmax_offset`."""
 
-    __module__ = "transformer_engine.pytorch.attention.dot_product_attention"  # by which clients tell it
+    __module__ = "transformer_engine.pytorch.attention.dot_product_attention"  # by which clients recognise it
     octavo = _attention.DotProductAttention
     __signature__ = SIGNATURES["DotProductAttention"]
 
@@ -146,14 +146,14 @@ class DotProductAttention(OneRank, Stateless, _attention.DotProductAttention, me
     ) -> Any:
         """query [T, B, H, D], key and value [T, B, G, D], with "bshd" B first, with "thd" without B → [T, B, H·D] likewise.
 
-        attention_mask: bool, True where nothing is attended to; for mask types with "padding" and "arbitrary". qkv_format: of
+        attention_mask: bool, True for masked positions; for mask types with "padding" and "arbitrary". qkv_format: of
         this call; None for the layer's. cu_seqlens_q, cu_seqlens_kv: cumulative lengths, for mask types with "padding";
         cu_seqlens_q_padded, cu_seqlens_kv_padded: where packed sequences begin. With `return_max_logit` the result is a pair,
         the second the largest logit of each head. qkv_layer, kv_layer: all three, or key and value, stacked along
         `qkv_interleave_dim`.
 
         Raises:
-            InputError: a mask, lengths or a bias that do not fit, and what Octavo does not have.
+            InputError: a mask, lengths or a bias that do not fit, or an argument that Octavo does not support.
         """
         arguments = dict(
             cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, cu_seqlens_q_padded=cu_seqlens_q_padded,
@@ -224,7 +224,7 @@ class MultiheadAttention(OneRank, Stateful, _attention.MultiheadAttention, metac
     attention_type "cross": keys and values come from `encoder_output`.
     """
 
-    __module__ = "transformer_engine.pytorch.attention.multi_head_attention"  # by which clients tell it
+    __module__ = "transformer_engine.pytorch.attention.multi_head_attention"  # by which clients recognise it
     octavo = _attention.MultiheadAttention
     __signature__ = SIGNATURES["MultiheadAttention"]
 
@@ -307,7 +307,7 @@ class TransformerLayer(OneRank, Stateful, _block.TransformerLayer, metaclass=Kin
     layer_type "decoder": with cross-attention to `encoder_output` in between (`inter_attention`).
     """
 
-    __module__ = "transformer_engine.pytorch.transformer"  # by which clients tell it
+    __module__ = "transformer_engine.pytorch.transformer"  # by which clients recognise it
     octavo = _block.TransformerLayer
     __signature__ = SIGNATURES["TransformerLayer"]
 
@@ -327,7 +327,7 @@ class TransformerLayer(OneRank, Stateful, _block.TransformerLayer, metaclass=Kin
         if kind == "decoder":
             self.inter_attention = _inter(values, inter)
             _prepare(self.inter_attention, taken, values, cross=True)
-            for name in ("layernorm_mlp", "layernorm"):  # behind it, as in Transformer Engine
+            for name in ("layernorm_mlp", "layernorm"):  # after it, as in Transformer Engine
                 if name in self._modules:
                     self._modules[name] = self._modules.pop(name)
         self.layernorm_mlp.gate_rows = self.layernorm_mlp.ffn_hidden_size  # all of them

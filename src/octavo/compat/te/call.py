@@ -238,7 +238,7 @@ class Given:
         if not isinstance(mask, Tensor) or not is_arbitrary(mask, batch, heads, queries, keys):
             raise InputError(
                 f"attention mask type 'arbitrary' with attention_mask of {shown(mask)}: give bool "
-                f"[{batch} or 1, {heads} or 1, {queries}, {keys}], True where nothing is attended to."
+                f"[{batch} or 1, {heads} or 1, {queries}, {keys}], True for masked positions."
             )
         return ~mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
 

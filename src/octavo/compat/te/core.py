@@ -132,7 +132,7 @@ class Call(Given, _attention.Attending):
                     f"{longest[1]}]."
                 )
         if self.packed and ((bias is not None and len(bias) > 1) or (slopes is not None and slopes.dim() == 2)):
-            raise InputError('packed sequences ("thd") take one core_attention_bias or alibi_slopes for all of them.')
+            raise InputError('packed sequences ("thd") need one core_attention_bias or alibi_slopes for all of them.')
         return Scores(bias, self.bias == "pre_scale_bias", slopes, self.cap, None if sink is None else sink.to(q.device))
 
     def context(

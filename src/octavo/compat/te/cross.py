@@ -44,7 +44,7 @@ def crossed(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The residual stream, queries of x [B, T, H, D], keys and values of the encoder's output [B, Tk, G, D]."""
     if encoded is None:
-        raise InputError("cross-attention takes encoder_output: give hidden states of the encoder.")
+        raise InputError("cross-attention needs encoder_output: give the encoder's hidden states.")
     if layer.input_layernorm:
         h, q = forward_residual(layer.layernorm_query, x, delta, first)
     else:

@@ -42,7 +42,7 @@ def in_autocast(x: Tensor) -> Tensor:
 class Linear(Products, _linear.Linear, metaclass=Kind):
     """y = x · weightᵀ + bias."""
 
-    __module__ = "transformer_engine.pytorch.module.linear"  # by which clients tell it
+    __module__ = "transformer_engine.pytorch.module.linear"  # by which clients recognise it
     octavo = (_linear.Linear, parts.Linear, SplitLinear)
     __signature__ = SIGNATURES["Linear"]
 
@@ -64,7 +64,7 @@ class Linear(Products, _linear.Linear, metaclass=Kind):
 class LayerNormLinear(HighPrecisionResults, Products, _linear.LayerNormLinear, metaclass=Kind):  # type: ignore[misc]
     """y = norm(x) · weightᵀ + bias."""
 
-    __module__ = "transformer_engine.pytorch.module.layernorm_linear"  # by which clients tell it
+    __module__ = "transformer_engine.pytorch.module.layernorm_linear"  # by which clients recognise it
     octavo = _linear.LayerNormLinear
     __signature__ = SIGNATURES["LayerNormLinear"]
 
@@ -79,7 +79,7 @@ class LayerNormLinear(HighPrecisionResults, Products, _linear.LayerNormLinear, m
 class LayerNormMLP(Products, _mlp.LayerNormMLP, metaclass=Kind):
     """y = activation(norm(x) · fc1_weightᵀ + fc1_bias) · fc2_weightᵀ + fc2_bias."""
 
-    __module__ = "transformer_engine.pytorch.module.layernorm_mlp"  # by which clients tell it
+    __module__ = "transformer_engine.pytorch.module.layernorm_mlp"  # by which clients recognise it
     octavo = _mlp.LayerNormMLP
     __signature__ = SIGNATURES["LayerNormMLP"]
 
@@ -95,7 +95,7 @@ class LayerNormMLP(Products, _mlp.LayerNormMLP, metaclass=Kind):
 class GroupedLinear(Products, _grouped.GroupedLinear, metaclass=Kind):
     """The linear layers of several experts."""
 
-    __module__ = "transformer_engine.pytorch.module.grouped_linear"  # by which clients tell it
+    __module__ = "transformer_engine.pytorch.module.grouped_linear"  # by which clients recognise it
     octavo = _grouped.GroupedLinear
     __signature__ = SIGNATURES["GroupedLinear"]
 
@@ -106,7 +106,7 @@ class GroupedLinear(Products, _grouped.GroupedLinear, metaclass=Kind):
 class LayerNorm(Stateless, _norm.LayerNorm, metaclass=Kind):  # type: ignore[misc]
     """(x − mean) / √(variance + eps) · weight + bias."""
 
-    __module__ = "transformer_engine.pytorch.module.layernorm"  # by which clients tell it
+    __module__ = "transformer_engine.pytorch.module.layernorm"  # by which clients recognise it
     octavo = _norm.LayerNorm
     __signature__ = SIGNATURES["LayerNorm"]
 
@@ -121,7 +121,7 @@ class LayerNorm(Stateless, _norm.LayerNorm, metaclass=Kind):  # type: ignore[mis
 class RMSNorm(Stateless, _norm.RMSNorm, metaclass=Kind):
     """x / √(mean(x²) + eps) · weight."""
 
-    __module__ = "transformer_engine.pytorch.module.rmsnorm"  # by which clients tell it
+    __module__ = "transformer_engine.pytorch.module.rmsnorm"  # by which clients recognise it
     octavo = _norm.RMSNorm
     __signature__ = SIGNATURES["RMSNorm"]
 

@@ -54,7 +54,7 @@ def split_sizes(parameters_split: Any, rows: int) -> dict[str, int]:
     """Name → rows of each parameter; names alone share the rows evenly.
 
     Raises:
-        InputError: no names, names that are no strings or not distinct, or sizes that do not add up to `rows`.
+        InputError: no names, names that are not strings or not distinct, or sizes that do not add up to `rows`.
     """
     if isinstance(parameters_split, Mapping):
         given = list(parameters_split.items())
@@ -106,7 +106,7 @@ def check_terms(given: Mapping[str, Any]) -> str:
 
 
 def check_cap_alone(cap: float, bias: str) -> None:
-    """Raise an InputError for a cap together with a bias."""
+    """Raise an InputError for a softcap together with a bias."""
     if cap and bias != "no_bias":
         raise InputError(f"softcap={cap} with core_attention_bias_type={bias!r} is not supported: leave one out.")
 
@@ -137,8 +137,8 @@ def check_rotation(given: Mapping[str, Any]) -> None:
     """Check the arguments of `apply_rotary_pos_emb` other than tensors.
 
     Raises:
-        InputError: another format, a flag that is no bool, a rank outside `cp_size`, lengths that the format does not take or
-            lacks, or start positions of shared sequences.
+        InputError: another format, a flag that is not a bool, a rank outside `cp_size`, lengths unsupported by the format
+            or that are missing, or start positions of shared sequences.
     """
     order, size, rank = given.get("tensor_format", "sbhd"), given.get("cp_size", 1), given.get("cp_rank", 0)
     check_kind("tensor_format", order, FORMATS)
@@ -151,9 +151,9 @@ def check_rotation(given: Mapping[str, Any]) -> None:
     if size > 1 and given.get("start_positions") is not None:
         raise InputError(f"start_positions with cp_size={size}: ranks share sequences that begin at position 0. Leave one out.")
     if order == "thd" and given.get("cu_seqlens") is None:
-        raise InputError("tensor_format 'thd' takes cu_seqlens, where sequences begin and end.")
+        raise InputError("tensor_format 'thd' needs cu_seqlens: where sequences begin and end.")
     if order != "thd" and given.get("cu_seqlens") is not None:
-        raise InputError(f"cu_seqlens with tensor_format {order!r}: they are of packed sequences, 'thd'. Leave one out.")
+        raise InputError(f"cu_seqlens with tensor_format {order!r}: they belong to packed sequences, 'thd'. Leave one out.")
 
 
 def check_recipe(recipe: Any, owner: str) -> None:
@@ -162,7 +162,7 @@ def check_recipe(recipe: Any, owner: str) -> None:
     owner: the call in the script, for messages.
 
     Raises:
-        InputError: a recipe of Blackwell, or a field's value that Octavo does not have.
+        InputError: a recipe for Blackwell, or a field's value that Octavo does not support.
     """
     name = type(recipe).__name__
     if name in OF_BLACKWELL:

@@ -35,7 +35,7 @@ def window_pair(window: Any) -> tuple[int, int] | None:
 def without_effect(kind: str) -> None:
     """Warn of a mask given with a mask type that uses none."""
     message = f"attention_mask has no effect with {kind!r}: use 'arbitrary' or a mask type with 'padding'."
-    warnings.warn(message, stacklevel=3)  # which Python shows once
+    warnings.warn(message, stacklevel=3)  # shown once by Python
 
 
 def mask_and_type(

@@ -172,11 +172,11 @@ class DelayedScaling(Recipe):
     def __post_init__(self, interval: int, override_linear_precision: tuple[bool, bool, bool]) -> None:
         _check(self)
         assert not any(override_linear_precision), (
-            f"override_linear_precision={override_linear_precision} is of Transformer Engine 1; all products run in FP8. "
+            f"override_linear_precision={override_linear_precision} belongs to Transformer Engine 1; all products run in FP8. "
             "Leave it out."
         )
         assert self.backward_override is None, (
-            f"backward_override={self.backward_override!r}: delayed scaling takes only None. Leave it out."
+            f"backward_override={self.backward_override!r}: delayed scaling supports only None. Leave it out."
         )
 
 

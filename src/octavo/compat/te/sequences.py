@@ -43,7 +43,7 @@ def lengths_of(mask: Tensor) -> tuple[int, ...]:
     right.
 
     Raises:
-        InputError: padding in front of a token.
+        InputError: padding before a token.
     """
     padded = mask[:, 0, 0].cpu()
     if bool((padded[:, :-1] & ~padded[:, 1:]).any()):
@@ -126,7 +126,7 @@ def positions(ends: Sequence[int], tokens: int, *, parts: int = 1, part: int = 0
     chunks, of which rank `part` has this one and its mirror image; `tokens` are then those of the rank.
 
     Raises:
-        InputError: sequences that chunks do not divide, or that end behind the tokens.
+        InputError: sequences that chunks do not divide, or that end after the tokens.
     """
     for at, (start, end) in enumerate(itertools.pairwise(ends)):
         if parts > 1 and (end - start) % (2 * parts):
@@ -147,7 +147,7 @@ def chunks(tokens: int, parts: int, part: int) -> Tensor:
     """Positions of the tokens that a rank has of a sequence shared by `parts`; see `positions`.
 
     Raises:
-        InputError: an odd number of tokens, which are no two chunks.
+        InputError: an odd number of tokens, which cannot be two chunks.
     """
     if parts == 1:
         return torch.arange(tokens)

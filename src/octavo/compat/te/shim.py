@@ -65,7 +65,7 @@ _TENSORS = "Octavo's parameters stay torch.nn.Parameter, and FP8 copies of them 
 _PADDING = "Leave it out: Octavo's layers take any number of tokens."
 _DELTA = "Octavo has attention by softmax alone."
 WAYS = {
-    "jax": "Octavo is for PyTorch alone.",
+    "jax": "Octavo supports only PyTorch.",
     "make_graphed_callables": "octavo.graphed(model) records a training step as a CUDA graph.",
     "get_cpu_offload_context": "octavo.transform(model, offload=True) offloads saved activations to host memory.",
     "InferenceParams": "Octavo's layers are for training and have no key-value cache.",
@@ -86,7 +86,7 @@ WAYS = {
     "get_cudnn_version": "Octavo asks PyTorch: torch.backends.cudnn.version().",
     "get_device_compute_capability": "Use torch.cuda.get_device_capability().",
     "Quantizer": _TENSORS,
-    "QuantizationCalibrationConfig": "It is of a later version than 2.20: calibrating=True alone records amaxes.",
+    "QuantizationCalibrationConfig": "It is from a version after 2.20: calibrating=True by itself records amaxes.",
     "GatedDeltaNetAttention": _DELTA,
     "GatedDeltaNet2Attention": _DELTA,
     "GatedDeltaProductAttention": _DELTA,
@@ -106,7 +106,7 @@ def install(*, replace_installed: bool = False) -> None:
         replace_installed: also where Transformer Engine is installed.
 
     Raises:
-        InputError: it is installed and not to be replaced, or imported already.
+        InputError: it is installed and may not be replaced, or is already imported.
     """
     finder.install(SHIM, replace=replace_installed)
 

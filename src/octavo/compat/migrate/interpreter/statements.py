@@ -375,7 +375,7 @@ class Statements(Calls):
     def _caught(
         self, body: Callable[[], Outcome], handler: Callable[[], Outcome], more: Callable[[], Outcome] | None = None
     ) -> Outcome:
-        """Follow code whose exception may come after any step of it and is handled; `more` follows if there is none."""
+        """Follow code whose exception may come after any step of it and is handled; `more` follows if there is no such job."""
         if self._blind:
             return body() | handler()
         heap = self._heap
