@@ -288,7 +288,7 @@ def test_alibi_and_biases_reach_the_attention_of_a_layer(te):
 def test_refused_by_name(te):
     x = plain.fresh(3, 2, HIDDEN)
     decoder = te.TransformerLayer(HIDDEN, 48, HEADS, layer_type="decoder")
-    with pytest.raises(InputError, match="cross-attention takes encoder_output"):
+    with pytest.raises(InputError, match="cross-attention needs encoder_output"):
         decoder(x)
     for name in ("encoder_output", "enc_dec_attn_mask"):
         with pytest.raises(InputError, match=rf"{name} .*layer_type='encoder'.* Pass layer_type='decoder'"):

@@ -291,7 +291,7 @@ FAULTS = {
     "function_call": ([ASKED[0], {**ASKED[1], "function_call": {}}], {}, r"'function_call': write it as 'tool_calls'"),
     "arguments": (
         [ASKED[0], {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}], {},
-        r"message 2 of 'messages': the arguments of 'f' are no JSON",
+        r"message 2 of 'messages': the arguments of 'f' are not JSON",
     ),
     "argument twice": (
         [ASKED[0], {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": 1, "a": 2}'}}]}], {},

@@ -350,7 +350,7 @@ def test_a_helper_that_was_not_taken_along_is_named(place):
         ({"entry_point": "trian.py"}, "Did you mean 'train.py'?"),
         ({"entry_point": "run.sh"}, "not a Python script"),
         ({"entry_point": "../outside.py"}, "outside.py"),
-        ({"source_dir": "nowhere"}, "no folder"),
+        ({"source_dir": "nowhere"}, "not a folder"),
         ({"source_dir": "s3://bucket/code.tar.gz"}, "folder of this machine"),
         ({"input_mode": "Pipe"}, "'Pipe'"),
         ({"max_run": 0}, "max_run = 0"),
