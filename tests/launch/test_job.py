@@ -101,7 +101,7 @@ def test_a_job_gets_its_channels_and_gives_its_model(place, capfd):
     found.logs()
     assert "begun None" in capfd.readouterr().out
     before = sorted(path.stat().st_mtime_ns for path in folder.rglob("*"))
-    with pytest.raises(InputError, match="nothing is overwritten"):
+    with pytest.raises(InputError, match="is not overwritten"):
         one.fit(job_name="first")
     assert sorted(path.stat().st_mtime_ns for path in folder.rglob("*")) == before
     with pytest.raises(InputError, match="Did you mean 'first'"):
