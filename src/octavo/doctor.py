@@ -357,7 +357,7 @@ def _no_gpu(found: dict[str, Any]) -> dict[str, str | None] | None:
         return {"what": needs, "why": why, "command": f"install {needs}, or a torch that is built for CUDA {cuda['driver']}"}
     if libraries.trial(SEES_GPU, {}) == "True":
         why = f"{there} in this process, which has imported all packages above; one that imports only torch sees it"
-        return {"what": "a package that hides torch's GPU", "why": why, "command": None}
+        return {"what": "a package that leaves torch its GPU", "why": why, "command": None}
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and libraries.trial(SEES_GPU, {"CUDA_VISIBLE_DEVICES": None}) == "True":
         why = f"{there}: CUDA_VISIBLE_DEVICES={visible} hides it; without that a process sees it"
