@@ -151,7 +151,10 @@ def test_ranks_of_mpirun_and_of_a_launcher_in_each_task(monkeypatch):
         (open_mpi(1, 4, here=2), ["MASTER_ADDR is not set", "OMPI_COMM_WORLD_LOCAL_SIZE = 2", "the same for all ranks"]),
         ({"PMI_RANK": "1", "PMI_SIZE": "2"}, ["MASTER_ADDR is not set", "MPI_LOCALNRANKS is not set"]),
         ({"PMI_RANK": "1", "PMI_SIZE": "2", "MASTER_ADDR": "h"}, ["MASTER_PORT is not set", "PMI_JOBID is not set"]),
-        (slurm(0, nodes="no-such-node-[1-2]", per_node="1,1"), ["MASTER_ADDR is not set", "'no-such-node-1' has no address"]),
+        (
+            slurm(0, nodes="no-such-node-[1-2]", per_node="1,1"),
+            ["MASTER_ADDR is not set", "'no-such-node-1' cannot be resolved"],
+        ),
         (slurm(0, nodes="n[1-2]", per_node="1,1") | {"SLURM_DISTRIBUTION": "arbitrary"}, ["SLURM_DISTRIBUTION = arbitrary"]),
         (slurm(1) | {"SLURM_HET_SIZE": "2"}, ["SLURM_HET_SIZE = 2", "Set RANK, WORLD_SIZE"]),
     ],
