@@ -181,8 +181,8 @@ def test_an_optimizer_that_is_not_attached_is_refused_at_its_first_step():
 def test_faults_of_a_loop_are_refused(tmp_path):
     model = transformed()
     for patterns, message in (
-        (["*.q_proj.weight"], "choose model.layers.0.self_attn.q_proj.weight without model.layers.0.self_attn.k_proj.weight"),
-        (["model.layers.*", "head"], "no matrix is named like 'head'"),
+        (["*.q_proj.weight"], "select model.layers.0.self_attn.q_proj.weight without model.layers.0.self_attn.k_proj.weight"),
+        (["model.layers.*", "head"], "no matrix matches 'head'"),
     ):
         with pytest.raises(InputError, match=message):
             octavo.matrices(model, *patterns)

@@ -116,7 +116,7 @@ def test_a_copy_that_fails_costs_kernels_no_figures(monkeypatch, failing):
     [
         ({}, "the suite kernels times kernels of a GPU, and the device is cpu"),
         ({"cases": ["cast-transposed"]}, "unknown case 'cast-transposed'. Did you mean 'cast-transpose'?"),
-        ({"device": "cuda:99"}, "device 'cuda:99' is not there: torch sees"),
+        ({"device": "cuda:99"}, "device 'cuda:99' does not exist: torch sees"),
         ({"device": "meta"}, "device 'meta' has no benchmarks: use cpu or cuda."),
     ],
 )

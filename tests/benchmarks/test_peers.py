@@ -827,7 +827,7 @@ def test_the_command_refuses_with_exit_code_2(capsys):
     assert "kernels of a GPU" in capsys.readouterr().err
     for option in ("--cases", "--entries"):
         assert main(["one-gpu", option, " ,", "--device", "cpu"]) == 2
-        assert f'{option} " ," names nothing: name some, separated by commas, or leave it out' in capsys.readouterr().err
+        assert f'{option} " ," has no names: give some, separated by commas, or leave it out' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

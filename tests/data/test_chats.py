@@ -386,7 +386,7 @@ TEMPLATES = {
     ),
     "marks of the last alone": (
         _changed("== 'assistant' %}", "== 'assistant' and loop.last %}", CHATML_MARKED), 2,
-        r"name 1 parts, and there are 2 assistant's turns",
+        r"mark 1 parts, but there are 2 assistant's turns",
     ),
     "an error": ("{{ raise_exception('no such thing') }}", 1, r"the chat template refuses this .*: TemplateError: no such"),
     "beyond the sandbox": ("{{ ''.__class__.__mro__ }}", 1, r"the chat template refuses this conversation: SecurityError"),
@@ -763,8 +763,8 @@ def test_further_faults_have_a_message_of_their_own(chats, folders):
             {"chat_template_variables": {"enable_thinking": False}},
             "prompt for message 2 ends",
         ),
-        ([{"messages": ASKED}], "chatml", {"chat_template_variables": {"messages": []}}, "sets messages, which Octavo gives"),
-        ([{"messages": ASKED, "chat_template_kwargs": {"tools": 1}}], "chatml", {}, "has tools, which Octavo gives"),
+        ([{"messages": ASKED}], "chatml", {"chat_template_variables": {"messages": []}}, "sets messages, which Octavo sets"),
+        ([{"messages": ASKED, "chat_template_kwargs": {"tools": 1}}], "chatml", {}, "has tools, which Octavo sets"),
         ([{"messages": thinking}], "chatml", {}, "does not render 'reasoning_content' of message 2"),
         ([{"messages": thinking}], "marked", {}, "does not render 'reasoning_content' of message 2"),
         (

@@ -278,7 +278,7 @@ BAD_CARDS = {
     "two arrays": ("a.json", '[{"text": "a"}]\n[{"text": "b"}]', "", r"a\.json is not JSON: Extra data at column 1 of line 2"),
     "no objects": ("a.json", '["a", "b"]', "", r"a\.json, row 1 is a string, not an object"),
     "cut": ("a.json", '[{"text": "a"},\n{"text":', "", r"a\.json is not JSON: Expecting value .* of line 2"),
-    "long row": ("a.csv", "id;text\n1;a;x\n2;b;x\n", "  sep: ';'\n", r"a\.csv, line 2: the row has 3 values, and there are 2"),
+    "long row": ("a.csv", "id;text\n1;a;x\n2;b;x\n", "  sep: ';'\n", r"a\.csv, line 2: the row has 3 values for 2"),
     "names twice": ("a.csv", "text;text\na;b\n", "  sep: ';'\n", r"a\.csv, line 1: 2 columns are named 'text'"),
     "open quote": ("a.tsv", 'id\ttext\n1\t"a\n2\t"b\n', "", r"a\.tsv, line 2 is not CSV"),
     "long rows of datasets": (

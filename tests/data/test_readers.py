@@ -154,8 +154,8 @@ BAD = {
     "bar in a name": ("a|b,body\n1,a\n", r"line 1: there is no 'text', only 'a|b', 'body'\. Change data\.text_field"),
     "ids": ("input_ids\n1 2 3\n", r"line 1: there is no 'text'"),
     "twice": ("text,text\na,b\n", r"line 1: 2 columns are named 'text'"),
-    "short": ("id,text\n1,a\n2\n", r"line 3: the row has 1 values, and there are 2 columns"),
-    "long": ('id,text\n1,"a\nb"\n2,a, b\n', r"line 4: the row has 3 values, and there are 2 columns. Quote values"),
+    "short": ("id,text\n1,a\n2\n", r"line 3: the row has 1 values for 2 columns"),
+    "long": ('id,text\n1,"a\nb"\n2,a, b\n', r"line 4: the row has 3 values for 2 columns. Quote values"),
     "open quote": ('id,text\n1,"a"\n2,"b\n3,c\n', r"line 3 is not CSV: unexpected end of data"),
     "quote": ('id,text\n1,"a"b\n', r"line 2 is not CSV: ',' expected after '\"'"),
     "returns": ("id,text\r1,a\r", r"line 1 has a carriage return \(CR\) without a line feed\. Save the file with LF or CRLF"),
@@ -289,7 +289,7 @@ def test_odd_text_is_text(tmp_path, config):
     ("error", "words"),
     [
         (ZeroDivisionError("planted"), r"behind line 1: cannot be read: ZeroDivisionError: planted\. Correct or replace it"),
-        (MemoryError(), r"behind line 1: the next document does not fit in memory\. Divide it"),
+        (MemoryError(), r"behind line 1: the next document does not fit in memory\. Split it"),
     ],
 )
 def test_a_fault_that_no_reader_expects_has_its_file_and_line(tmp_path, config, monkeypatch, error, words):

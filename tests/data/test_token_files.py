@@ -246,7 +246,7 @@ def test_training_text_is_no_validation_text(tmp_path, lines, config):
         prepare(config(lines, validation_source=str(tmp_path / "*.jsonl")))
     with pytest.raises(InputError, match=r"data\.validation_source = .*nowhere\.txt': there is no such file"):
         prepare(config(lines, validation_source=str(tmp_path / "nowhere.txt")))
-    with pytest.raises(InputError, match=r"data\.validation_source = \[\]: name at least one"):
+    with pytest.raises(InputError, match=r"data\.validation_source = \[\]: give at least one"):
         prepare(config(lines, validation_source=[]))
 
 

@@ -300,6 +300,42 @@ def test_models_of_their_own_code(summed, ends):
         assert sorted([*own, *copied]) == sorted(all_copied)
 
 
+class Counter(Tagger):
+    """A model with a frozen table of whole numbers, most of the root's group, which bf16 would round."""
+
+    def __init__(self):
+        super().__init__(2)
+        self.table = nn.Parameter(torch.arange(1000, 1000 + 31 * 16, dtype=torch.int32).view(31, 16), requires_grad=False)
+
+    def forward(self, ids):
+        self.seen = self.table.clone()
+        return super().forward(ids) * self.table[ids].float().mean()
+
+
+def of_whole_numbers():
+    """For each way (the table as the forward reads it, the loss, the names gathered in place)."""
+    world.init({})
+    results = []
+    for direct in WAYS:
+        torch.manual_seed(0)
+        model = Counter().to(world.state.device)
+        with gathered(direct) as (own, _):
+            shard(model, list(model.layers), sharded.sharding(None, BF16), summed=True, ends=([], []))
+            loss = model(torch.arange(2, device=world.state.device))
+            loss.backward()
+        results.append((model.seen.cpu(), loss.detach().cpu(), own))
+    return results
+
+
+def test_whole_numbers_are_gathered_unchanged():
+    for (table, loss, own), (wanted, its_loss, _) in ranks.run(2, of_whole_numbers):
+        assert own == [["embedding.weight", "shift", "table"]]
+        assert table.dtype == torch.int32
+        assert torch.equal(table, torch.arange(1000, 1000 + 31 * 16, dtype=torch.int32).view(31, 16))
+        assert torch.equal(wanted, table)
+        assert torch.equal(loss, its_loss)
+
+
 def test_a_group_without_a_large_matrix_is_fsdp2_s():
     for (found, own, copied), (wanted, _, all_copied) in ranks.run(2, of_root, True, False, 8):  # 128 of 144 elements
         compare(found, wanted)

@@ -217,7 +217,7 @@ def test_metrics_that_are_lost_are_said(tiny_run, capsys):
     metrics.write_bytes(b"".join(metrics.read_bytes().splitlines(keepends=True)[:2]))
     capsys.readouterr()
     assert main(["train", str(run.file), "optimizer.schedule=constant", "train.steps=8"]) == 0
-    assert "metrics.jsonl lacks the last 4 of the 6 steps that are done" in capsys.readouterr().err
+    assert "metrics.jsonl lacks the last 4 of the 6 finished steps" in capsys.readouterr().err
 
 
 def test_a_dry_run_names_the_files_of_a_folder_that_are_left_out(tiny_run, tmp_path, capsys):

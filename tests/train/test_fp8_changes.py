@@ -159,7 +159,7 @@ def test_an_absent_key_keeps_the_value_of_the_run(tiny_run):
     [
         (["fp8.enabled=auto"], "fp8.enabled was True and is now 'auto'"),
         (['fp8.schedule={ "first 2" = "*" }'], "some of the 2 finished steps would have had another precision"),
-        (["fp8.recipe=current", "train.compare_bf16=true"], "compares one setting of FP8 with bf16, and fp8.recipe changed"),
+        (["fp8.recipe=current", "train.compare_bf16=true"], "compares one setting of FP8 with bf16, but fp8.recipe changed"),
     ],
 )
 def test_changes_that_would_be_silently_wrong_are_refused(begun, overrides, message):

@@ -425,9 +425,7 @@ def test_a_state_without_its_callback_is_said_and_the_other_way_round(tiny_run, 
     trainer_of(run, callbacks=[callback_with(state_dict=lambda self: {}, load_state_dict=lambda self, state: None)]).train()
     said = capsys.readouterr().err
     assert "octavo: the checkpoint has no state of the callback Mine, which starts without one.\n" in said
-    assert (
-        "octavo: the checkpoint has the state of a callback Patience, which this run does not have: it is left out.\n" in said
-    )
+    assert "octavo: the checkpoint has the state of a callback Patience, which this run does not have: it is ignored.\n" in said
 
 
 def test_a_finished_run_hands_back_the_state_too(tiny_run):

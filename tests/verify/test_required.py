@@ -160,7 +160,7 @@ def test_a_model_whose_config_has_changed_is_named(tiny_run, tmp_path):
 
 def test_a_layout_of_more_ranks_than_are_verified_is_named(tiny_run, tmp_path):
     config = RunConfig.from_file(tiny_run().file, [*GIVEN, f"train.verify={json.dumps(str(tmp_path / 'verify.json'))}"])
-    with pytest.raises(InputError, match=r"starts 256 processes at most, and this run's .* degrees need 512"):
+    with pytest.raises(InputError, match=r"starts at most 256 processes, and this run's .* degrees need 512"):
         refuse_unverified(config, fit_degrees(world_size=1024, tensor_parallel_degree=16, context_parallel_degree=16))
 
 

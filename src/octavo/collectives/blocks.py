@@ -480,8 +480,8 @@ class BlockTensor(Tensor):
     def full_tensor(self) -> NoReturn:
         """Refused: these parts have no mesh from which a DTensor could gather the whole."""
         raise InputError(
-            f"full_tensor() of a tensor of {list(self.shape)} in ranges of ranks: octavo.to_huggingface(model) has whole "
-            "weights, and octavo.export(model, folder) writes them, each called on every rank."
+            f"full_tensor() of a tensor of {list(self.shape)} whose ranges are on several ranks: octavo.to_huggingface(model) "
+            "has whole weights, and octavo.export(model, folder) writes them, each called on every rank."
         )
 
     # The protocol of PyTorch's planners for tensors of several chunks.

@@ -116,7 +116,7 @@ class PeerMemory:
 
     def times_us(self, calls: tuple[Callable[[], object], ...]) -> tuple[float, ...]:
         """Median microseconds of each call, of the slowest rank. Collective."""
-        # A running collective ends when its last rank arrives; no rank may wait for one that is not launched yet.
+        # Collectives end when their last rank joins, and it does not wait for collectives that this process launches later.
         torch.cuda.synchronize(self._device)
         medians = median_us(*calls, device=self._device, rounds=_ROUNDS, warm_up=_WARM_UP, pause_cycles=_HIDE_CYCLES)
         times = torch.tensor(medians, device=self._device)

@@ -53,7 +53,7 @@ class ParallelConfig(Section):
     )
     buffer_dtype: DtypeName = Field("float32", description="Dtype of floating-point buffers, rotary tables among them.")
     sm_activation_offloading: bool = Field(
-        False, description="The name of train.offload for octavo.init, from SMP: in a run file either turns offloading on."
+        False, description="SMP's name of train.offload, for octavo.init. In a run file, either key turns offloading on."
     )
     activation_loading_horizon: int = Field(
         HORIZON, ge=1, description="Blocks whose offloaded activations are loaded ahead in backward."

@@ -129,6 +129,8 @@ def _refuse_two_forms(values: Mapping[str, Any], where: str) -> None:
     roles = {"role": values.get("role"), "from": values.get("from")}
     if "role" in values and isinstance(roles["from"], str):
         roles["from"] = _SHAREGPT_ROLES.get(roles["from"], roles["from"])
+    if "role" in values and not isinstance(texts["value"], str):  # a rating, for example
+        texts["value"] = None
     for both in (roles, texts):
         first, second = both.values()
         if first is not None and second is not None and first != second:

@@ -106,7 +106,8 @@ def _check_keys(row: dict[str, Any], form: Form, origin: str) -> None:
     """Refuse a key that occurs twice among or within the columns that are read."""
     others = row.repeated if isinstance(row, Repeating) else []
     try:
-        for name in form.wanted(list(row), [name for name, value in row.items() if isinstance(value, list)], origin):
+        lists = [name for name, value in row.items() if isinstance(value, list) or name in others]
+        for name in form.wanted(list(row), lists, origin):
             if name in others:
                 raise RepeatedKey(name)
             check_keys(row[name])

@@ -84,9 +84,10 @@ def sum_exponentials(
     start, cached, cached_c, columns, width,
     PADDED: tl.constexpr, SMOOTH: tl.constexpr, EVICT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """(top, base, total, summed) of a row: largest logit, base of the exponentials (-∞, 0 without a finite logit), their sum.
+    """(top, base, total, summed) of a row: maximum in base 2, base of the exponentials, sum of the exponentials, of the logits.
 
-    cached: the row's first logits, of the columns cached_c, held in registers. summed: with SMOOTH the sum of the logits.
+    top: of the row's first logits, or of all if those would overflow the sum; -∞ without a finite logit, where base is 0.
+    cached: the row's first logits, of the columns cached_c, held in registers. summed: 0 without SMOOTH.
     EVICT: the L2 cache policy for the others.
     """
     top = tl.max(cached.to(tl.float32)) * LOG2_E

@@ -401,9 +401,9 @@ def to_huggingface(model: nn.Module) -> PreTrainedModel:
         )
     if not isinstance(vars(model).get("spec"), ModelSpec):
         raise InputError(
-            f"octavo.to_huggingface: {type(model).__name__} is not Octavo's decoder. A model with its original code is already"
-            " Hugging Face's, and runs in FP8 only under octavo.fp8_autocast; for one without Octavo's layers call "
-            "octavo.export(model, folder), and load the folder."
+            f"octavo.to_huggingface: {type(model).__name__} is not Octavo's decoder. A model with its original code needs "
+            "no conversion: it is called as before, and runs in FP8 only under octavo.fp8_autocast; for one without Octavo's "
+            "layers call octavo.export(model, folder), and load the folder."
         )
     check_decoder(model)
     tensors = model.state_dict()

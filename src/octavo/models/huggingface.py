@@ -4,7 +4,6 @@ Cheap and exact methods are here. Generation needs a KV cache, so `generate` cop
 by construction, at the cost of one copy of the weights a call. Every other name raises an error with the alternative, and
 `hasattr` is False for it, as for any module. Arguments of the forward with a no-op value are accepted, others are refused by
 name.
-
 """
 
 from __future__ import annotations

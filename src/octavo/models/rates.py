@@ -66,7 +66,7 @@ def check_rates(rates: Any, layer_decay: Any, *, keys: tuple[str, str]) -> None:
         if not isinstance(pattern, str) or not pattern:
             raise InputError(f"{keys[0]}: the pattern {pattern!r} is not a string: write one such as '*embed*'.")
         if not _is_number(factor) or not 0 < factor <= 1000:
-            frozen = " train.freeze leaves parameters untrained." if factor == 0 else ""
+            frozen = " To freeze parameters: train.freeze, or requires_grad = False." if factor == 0 else ""
             raise InputError(
                 f"{keys[0]}: {pattern!r} = {factor!r}: a factor is a number above 0, at most 1000, such as 0.1.{frozen}"
             )

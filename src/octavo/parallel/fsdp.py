@@ -77,7 +77,7 @@ def check_same_weights(model: nn.Module, ranks: Ranks) -> None:
 
 
 def _digests(tensor: Tensor) -> dict[tuple[int, ...], tuple[str, ...]]:
-    """Place → `_digest` of a tensor; with a block its shape, and the digest of each range that this rank holds."""
+    """Place → `_digest` of a tensor; for a BlockTensor its shape, and the digest of each range that this rank holds."""
     if not isinstance(tensor, BlockTensor):
         return {(): _digest(tensor)}
     of_ranges = {box.whole + box.sizes: _digest(local_of(tensor)[box.in_local]) for box in part_of(tensor).boxes}
@@ -226,7 +226,8 @@ def _spare_copies(model: nn.Module, units: Sequence[Unit], how: Sharding, *, who
 
 
 def _prefetch(front: Sequence[Unit], blocks: Sequence[Unit], behind: Sequence[Unit]) -> None:
-    """Prefetch each part while the previous one runs, also in backward, where FSDP2 prefetches only blocks of one module.
+    """Prefetch each part while the previous one runs, also in backward, where FSDP2 by itself prefetches only blocks that
+    are a single unit.
 
     During the head's backward FSDP2 would prefetch the part in front of the head, which is gathered already.
     """

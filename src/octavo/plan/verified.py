@@ -109,7 +109,7 @@ def _remedy(degrees: Degrees, path: Path) -> str:
     given = [f"parallel.{key}={size}" for key, size in zip(DEGREES, sizes, strict=True) if size > (key != DEGREES[0])]
     if (ranks := replicas * few.hybrid_shard * few.tensor) > MOST_CPU_RANKS:
         raise InputError(
-            f"train.verify: octavo verify starts {MOST_CPU_RANKS} processes at most, and this run's tensor, context and expert "
+            f"train.verify: octavo verify starts at most {MOST_CPU_RANKS} processes, and this run's tensor, context and expert "
             f"degrees need {ranks}: verify smaller ones, and set train.verify = false."
         )
     return " ".join(["Run octavo verify RUN.toml --ranks", str(ranks), "--output", str(path), *given])

@@ -129,8 +129,8 @@ class MuonAdamW(AdamW):
     ) -> None:
         if not isinstance(model, nn.Module):
             raise InputError(
-                f"octavo.muon: model is of type {type(model).__name__}: give the model itself, which forms the groups. "
-                "It takes rates and layer_decay itself."
+                f"octavo.muon: model is of type {type(model).__name__}: give the model itself, from which octavo.muon forms "
+                "its groups. Rates by name and depth: octavo.muon(model, rates=…, layer_decay=…)."
             )
         _check(lr, adamw_lr, momentum, scale)
         hidden = hidden_parameters(model, "octavo.muon")
@@ -231,7 +231,7 @@ class MuonAdamW(AdamW):
         held = set(self._model.parameters())
         if lost := [one.name for one in self._hidden.values() if one.parameter not in held]:
             raise InputError(
-                f"{some(lost)} of octavo.muon are no parameters of its model any more, which was sharded, converted or loaded "
+                f"{some(lost)} of octavo.muon are no longer parameters of its model, which was sharded, converted or loaded "
                 "by assign=True afterwards: build the optimizer after that."
             )
         self._checked = True

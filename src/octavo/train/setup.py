@@ -55,8 +55,8 @@ def steps_done(latest: Path | None, plan: RunPlan, prepared: PreparedData) -> in
     for name, fingerprint in saved.get("validation_sets", {}).items():
         if name in prepared.sets and prepared.sets[name].manifest.fingerprint != fingerprint:
             raise InputError(
-                f"data.validation.{name} is another text than at {latest}: its losses would not compare with earlier ones. "
-                "Restore the old text, or give the new one another name."
+                f"data.validation.{name} is another text than at {latest}: its losses would not be comparable with earlier "
+                "ones. Restore the old text, or give the new one another name."
             )
     step, steps = int(saved["step"]), plan.steps
     if step > steps:

@@ -3,7 +3,7 @@
 `fully_shard` gives a module a group of parameters that are gathered and reduced together. Octavo gathers weights as FP8, large
 matrices in place, and reduces gradients without copies, for which FSDP2 has no public API. `Group` and `Parameter` give public
 names to what is read and changed; no other file names an attribute of FSDP2. A sharded parameter is a DTensor: its ranks, size
-and rows are read from that, and whether it is gathered from its module, which has the shard or the whole.
+and rows are read from it. Its module shows whether it is gathered: it has the shard or the whole.
 
 Replaced methods, on the instance of each group, in this order:
 
@@ -98,10 +98,10 @@ class Parameter:
 
     Attributes:
         module, name: its module, and its name there.
-        size: shape of the whole; of experts, those of this rank.
+        size: shape of the whole; for experts, of this rank's experts.
         rank, ranks: this rank's index in the shard group, and the group's size.
         shard_group: the ranks that hold parts of it.
-        replicated: these ranks have replicas.
+        replicated: other ranks hold replicas of the shards.
         device: where it is gathered.
         padded_rows: rows of a shard, padding included.
         by_rows: ranks have consecutive rows.
@@ -140,7 +140,7 @@ class Parameter:
 
     @property
     def flat_shard(self) -> Tensor:
-        """This rank's elements, with zeros where it has fewer rows than the first: FSDP2 allocates its shard with them."""
+        """This rank's elements, flat, with FSDP2's padding where it has fewer rows than the first rank."""
         return self.shard.view(-1)
 
     @property
@@ -221,10 +221,15 @@ class Parameter:
 
     @torch.inference_mode(False)  # a later forward may save it for backward
     def allocate(self, ranks: int, dtype: torch.dtype | None) -> Tensor:
-        """Allocate the whole, of a dtype or its own, on the current stream: the rows of all ranks, then padding, flat."""
+        """Allocate the whole on the current stream: the rows of all ranks, then padding, flat.
+
+        dtype: of the whole; None, or a shard that is not floating-point: the shard's.
+        """
         raw, shard = self._raw, self.flat_shard
         if not raw.all_gather_outputs:
-            raw.all_gather_outputs = [torch.empty(ranks * shard.numel(), dtype=dtype or shard.dtype, device=self.device)]
+            if dtype is None or not shard.is_floating_point():  # FSDP2 casts only floating-point parameters
+                dtype = shard.dtype
+            raw.all_gather_outputs = [torch.empty(ranks * shard.numel(), dtype=dtype, device=self.device)]
         (whole,) = raw.all_gather_outputs
         assert isinstance(whole, Tensor)
         _resize(whole, whole.nbytes)
@@ -281,7 +286,7 @@ class Group:
     @property
     def is_there(self) -> bool:
         """True if it is gathered or being gathered."""
-        first = self.parameters[0]  # without a call, as it is asked in each block of each step
+        first = self.parameters[0]  # `is_gathered` inlined: every block of every step reads it
         gathered = getattr(first.module, first.name) is vars(first._raw).get("_unsharded_param")
         return gathered or self._raw._all_gather_result is not None
 
@@ -481,7 +486,10 @@ def group_of(module: FSDPModule) -> Group | None:
 
 
 def groups_of(modules: Iterable[FSDPModule]) -> list[Group]:
-    """The groups of modules, each once, in their order; of several modules' group all of them, the first time."""
+    """The groups of modules, each once, in their order.
+
+    The first call for a group of several modules must have all of them.
+    """
     together: dict[Any, list[FSDPModule]] = {}
     for module in modules:
         if (raw := _state(module)._fsdp_param_group) is not None:
@@ -524,7 +532,7 @@ def _resize(tensor: Tensor, size: int) -> None:
 
 
 def _held(gradient: DTensor, whole: DTensor) -> Tensor:
-    """This rank's part of the gradient of experts that are spread over ranks."""
+    """This rank's part of the gradient of experts distributed over ranks."""
     if gradient.placements != whole.placements:
         gradient = gradient.redistribute(placements=whole.placements)
     return gradient._local_tensor

@@ -5,8 +5,8 @@ contiguous. One matrix whose rows the ranks divide has that order already: the c
 nothing to hide it. Smaller matrices of a block use FSDP2's reduction: separately each needs a collective, which waits for
 multiprocessors and for the other ranks.
 
-Gradients whose sums have their dtype are reduced; bf16 gradients of ranks on one host are exchanged and summed in float32, as
-in `bf16_reduce`.
+Gradients are reduced as they are if their sums have the same dtype; bf16 gradients of ranks on one host are exchanged and
+summed in float32, as in `bf16_reduce`.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def use(model: nn.Module, modules: Iterable[FSDPModule]) -> None:
 
 
 def begin(root: FSDPModule, modules: Iterable[FSDPModule], *, last: bool) -> None:
-    """Before a backward: it sums over the shards, and over the replicas if it is the last of its step."""
+    """Call before a backward, which then sums over the shards, and over the replicas if it is the last of its step."""
     FSDPModule.set_requires_gradient_sync(root, True)
     FSDPModule.set_requires_all_reduce(root, last)
     for group in groups_of(modules):
