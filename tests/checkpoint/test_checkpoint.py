@@ -131,7 +131,7 @@ def test_parameters_in_another_group_are_refused(tmp_path):
     other, other_optimizer = grouped(others, decayed)
     step(other, other_optimizer)
     before = {name: tensor.clone() for name, tensor in collect(other, other_optimizer).items()}
-    with pytest.raises(InputError, match=r"embedding.weight in the optimizer's parameter group 0, and this .* group 1"):
+    with pytest.raises(InputError, match=r"embedding.weight in the optimizer's parameter group 0, but this .* group 1"):
         load(tmp_path / "c", other, other_optimizer)
     same(collect(other, other_optimizer), before)
     assert [group["weight_decay"] for group in other_optimizer.param_groups] == [0.0, 0.1]
@@ -605,7 +605,7 @@ def test_settings_of_parameter_groups_come_back_exactly(tmp_path, kind, dtype):
     swapped = kind([{"params": [other.bias]}, {"params": [other.weight]}])
     with pytest.raises(
         InputError,
-        match=r"in the optimizer's parameter group 0, and this .* group 1: give the optimizer its groups",
+        match=r"in the optimizer's parameter group 0, but this .* group 1: give the optimizer its groups",
     ):
         load(tmp_path / "c", other, swapped)
 

@@ -239,7 +239,7 @@ def test_validation_text_of_its_own_is_enough_to_validate():
     ("changes", "words"),
     [
         ({"data__weights": [1, 2]}, ["has 2 weights", "data.source has 1 source: give one weight per source"]),
-        ({"data__source": ["a.txt", "b.txt"], "data__weights": [1]}, ["has 1 weight,", "names 2 sources", "[] joins"]),
+        ({"data__source": ["a.txt", "b.txt"], "data__weights": [1]}, ["has 1 weight,", "has 2 sources", "[] joins"]),
         ({"data__source": ["a.txt", "b.txt"], "data__weights": [1, 0]}, ["data.weights", "greater than 0"]),
         ({"data__source": ["a.txt", "b.txt"], "data__weights": [1, -1.5]}, ["data.weights", "greater than 0"]),
         ({"data__source": ["a.txt", "b.txt"], "data__weights": [1, math.inf]}, ["data.weights", "finite"]),

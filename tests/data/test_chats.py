@@ -355,14 +355,14 @@ def _content(expression):
 
 
 TEMPLATES = {
-    "the header is no prompt": (CHATML.split("{% if add")[0], 1, r"begins message 2 with .*assistant\\n\", and does not end"),
+    "the header is no prompt": (CHATML.split("{% if add")[0], 1, r"begins message 2 with .*assistant\\n\", but does not end"),
     "a header behind the end": (  # as the first one of Llama-3 had it
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '<|im_start|>' + m.content + '<|im_end|>' }}{% endfor %}"
         "{{ '<|im_start|>assistant<|im_start|>' }}",
         1,
         r"writes .* after the text of message 2, before the last",
     ),
-    "the end is text": (_changed("<|im_end|>", "[end]"), 1, r"ends message 2 with .*\[end\]\", which is no token"),
+    "the end is text": (_changed("<|im_end|>", "[end]"), 1, r"ends message 2 with .*\[end\]\", which is not a token"),
     "earlier turns": (
         _content("m['content'] if loop.last or m['role'] == 'user' else 'X'"), 2,
         r"renders the messages to message 2 differently once others follow: .*Set data\.train_on = \"last\"",
@@ -449,7 +449,7 @@ def test_a_built_in_template_without_its_tokens_is_refused_with_one_that_fits(ch
     style, fits = ("chatml", '"chatml" or "qwen3"') if name == "llama-3" else ("llama-3", '"llama-3"')
     missing = "<|eot_id|>" if name == "llama-3" else "<|im_end|>"
     with pytest.raises(
-        InputError, match=rf"writes .*{re.escape(missing)}.*Set data\.chat_template = {fits}, whose tokens it has"
+        InputError, match=rf"uses .*{re.escape(missing)}.*Set data\.chat_template = {fits}, whose tokens it has"
     ):
         chats(talk, style, chat_template=name, faulty_rows="drop")
 

@@ -124,7 +124,7 @@ def test_targets_of_a_row(case):
 
 LONG = list(range(10, 30))
 REFUSED = {
-    "short labels": ({"labels": [1, 2, 3]}, r"'labels' has 3 entries, and 'input_ids' 4"),
+    "short labels": ({"labels": [1, 2, 3]}, r"'labels' has 3 entries, but 'input_ids' 4"),
     "null labels": ({"labels": None}, r"'labels' must be a list of whole numbers"),
     "class": ({"labels": 3}, r"'labels' must be a list of whole numbers"),
     "floats": ({"labels": [1.0, 2.0, 3.0, 4.0]}, r"'labels' must be a list of whole numbers"),
@@ -274,7 +274,7 @@ def test_a_file_of_labels_that_has_changed_is_refused_before_the_model_sees_it(t
     labels[9] = label
     labels.flush()
     loader = BatchLoader(data, "train", sequence_length=8, packing="join", seed=0, global_batch=1)
-    with pytest.raises(OctavoError, match=rf"the train split has {words}, and .*has changed\. Remove"):
+    with pytest.raises(OctavoError, match=rf"the train split has {words}, but .*has changed\. Remove"):
         list(loader.validation(10**6))
     assert prepare(config(tmp_path / "a.jsonl", validation_fraction=0.0)).labels("train")[9] != label  # prepared anew
 

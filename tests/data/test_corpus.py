@@ -517,7 +517,7 @@ def test_a_parquet_file_without_the_column_names_those_it_has(tmp_path, config):
         ("dta/*.txt", ["matches no file", "Did you mean '{0}/data'?"]),
         ("data", ["is an empty folder"]),
         ("python:docstring", ["unknown data source 'python:docstring'. Did you mean 'python:docstrings'?"]),
-        ([], ["name at least one source"]),
+        ([], ["give at least one source"]),
     ],
 )
 def test_a_name_that_leads_nowhere_is_answered_with_the_nearest(tmp_path, lines, config, source, parts):

@@ -314,7 +314,7 @@ estimator.fit(inputs={"train": TrainingInput("data")}, job_name="sdk")
     )
     done = subprocess.run([sys.executable, "-m", "octavo.compat", "launch.py"], capture_output=True, text=True, check=False)
     assert done.returncode == 7, done.stderr
-    assert "estimator: framework_version, py_version, role, sagemaker_session have no meaning" in done.stderr
+    assert "estimator: framework_version, py_version, role, sagemaker_session have no effect" in done.stderr
     assert "job sdk failed with exit code 7" in done.stderr
     assert "Traceback" not in done.stderr
     seen = json.loads((place / "jobs" / "sdk" / "model" / "rank-None.json").read_text())

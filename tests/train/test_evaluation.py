@@ -189,7 +189,7 @@ def test_what_an_evaluation_may_not_do_is_refused_by_its_name(functions, tiny_ru
     with pytest.raises(KeyError) as raised:
         call("failing")
     assert raised.value.__notes__ == ["raised in train.eval = 'failing' at step 3"]
-    with pytest.raises(InputError, match=r"'words' returned loss = 'low': it is a number"):
+    with pytest.raises(InputError, match=r"'words' returned loss = 'low': give a number"):
         call("words")
 
     def normalised(model, step):

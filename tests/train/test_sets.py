@@ -129,7 +129,7 @@ def test_bad_sets_are_refused(tiny_run, sets, tmp_path, capsys):
     missing = refused('data.validation.far="nowhere.jsonl"')
     assert "data.validation.far = 'nowhere.jsonl': there is no such file" in missing
     assert "Change data.validation.far" in missing
-    assert "checkpoint.best = 'sceond' is no set" in refused(*sets, "checkpoint.best=sceond", "train.validate_every=1")
+    assert "checkpoint.best = 'sceond' is not a set" in refused(*sets, "checkpoint.best=sceond", "train.validate_every=1")
     assert "Did you mean 'second'" in refused(*sets, "checkpoint.best=sceond", "train.validate_every=1")
     only = refused(*sets, "checkpoint.best=true", "train.validate_every=1", "data.validation_fraction=0.0")
     assert "there are only named sets: set checkpoint.best to the name of one of first, second" in only

@@ -51,7 +51,7 @@ def test_the_next_job_resumes_from_the_address_also_of_a_failed_one(job, tmp_pat
 def test_without_an_address_they_stay_in_the_job(job, capfd):
     folder = job({}, checkpoint_local_path="/opt/ml/checkpoints")
     assert (folder / "checkpoints" / "llama_v2-10steps" / "step").is_file()
-    assert "estimator: checkpoint_local_path has no meaning" in capfd.readouterr().err
+    assert "estimator: checkpoint_local_path has no effect" in capfd.readouterr().err
 
 
 def test_a_folder_in_the_jobs_own(job, tmp_path):
@@ -65,7 +65,7 @@ def test_a_folder_in_the_jobs_own(job, tmp_path):
     ("address", "path", "part"),
     [
         ("", None, "checkpoint_s3_uri is empty"),
-        ("train.py", None, "checkpoint_s3_uri = 'train.py' is no folder"),
+        ("train.py", None, "checkpoint_s3_uri = 'train.py' is not a folder"),
         ("train.py/below", None, "cannot be used"),
         ("nonsense://x", None, "checkpoint_s3_uri = 'nonsense://x'"),
         ("kept", "/tmp/checkpoints", "checkpoint_local_path = '/tmp/checkpoints'"),

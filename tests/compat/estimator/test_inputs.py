@@ -34,7 +34,7 @@ def test_addresses_of_every_form(tmp_path, monkeypatch):
         ("nowhere", "'nowhere' does not exist"),
         ("file:///no/where", "does not exist"),
         ("file://data/train", "names the host 'data'"),
-        ({"../train": "."}, "'../train' is no name of a channel"),
+        ({"../train": "."}, "'../train' is not a valid channel name"),
         ({"train": ".", "TRAIN": "."}, "SM_CHANNEL_TRAIN"),
         ({"train": 3}, "inputs['train'] = 3"),
         ({"train": type("FileSystem", (), {"config": {"DataSource": {"FileSystemDataSource": {}}}})()}, "mount it"),

@@ -240,7 +240,7 @@ def test_arguments_that_ask_for_what_is_so_anyway_are_not_named(place, capfd):
     one = PyTorch(**plain, **met)
     assert capfd.readouterr().err == ""
     PyTorch(**plain, disable_profiler=False, max_wait=3600, tags=[{"Key": "a", "Value": "b"}], subnets=["s"])
-    assert "estimator: disable_profiler, max_wait, tags, subnets have no meaning" in capfd.readouterr().err
+    assert "estimator: disable_profiler, max_wait, tags, subnets have no effect" in capfd.readouterr().err
     assert not hasattr(one, "deploy")
     with pytest.raises(InputError, match=r"PyTorch\.deploy needs AWS's cloud\. Load the folder model_data"):
         one.deploy()
@@ -268,7 +268,7 @@ def test_logs_are_what_the_sdk_takes(place, capfd):
     ("script", "waits", "said"),
     [
         ("raise ValueError('no such thing')", False, "failed with exit code 1: ValueError: no such thing. Its log is"),
-        ("import time; time.sleep(600)", False, "goes on in the background: PyTorch.attach('one') reaches it."),
+        ("import time; time.sleep(600)", False, "continues in the background: PyTorch.attach('one') reaches it."),
         ("import time; time.sleep(600)", True, "ends with this process, which waits for it"),
     ],
 )

@@ -315,7 +315,7 @@ SMP(tensor_parallel_degree=2, expert_parallel_degree=3)
     )
     assert done.returncode == 2
     assert done.stdout == "done 0\nCompleted\n"
-    assert "trainer: training_image, sagemaker_session, role, tags have no meaning" in done.stderr
+    assert "trainer: training_image, sagemaker_session, role, tags have no effect" in done.stderr
     last = f"octavo: {place}/launch.py, line 22: SMP(…): expert_parallel_degree = 3 with tensor_parallel_degree = 2: an expert "
     assert done.stderr.splitlines()[-1].startswith(last)
 
