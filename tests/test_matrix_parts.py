@@ -143,7 +143,7 @@ def test_known_classes_are_refused_at_their_first_step_and_nothing_changes(make)
     for _ in range(2):  # not once alone
         with pytest.raises(InputError) as raised:
             optimizer.step()
-    assert "layers.0.self_attention.qkv.weight is 3, with interleaved rows" in str(raised.value)
+    assert "layers.0.self_attention.qkv.weight joins 3, with interleaved rows" in str(raised.value)
     assert "model.layers.0.self_attn.q_proj.weight" in str(raised.value)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
@@ -152,7 +152,7 @@ def test_a_joined_bias_is_refused_and_single_matrices_are_not():
     model = transformed(**SHAPES["all-biases"])
     bias = dict(model.named_parameters())["layers.0.self_attention.qkv.bias"]
     bias.grad = torch.ones_like(bias)
-    with pytest.raises(InputError, match=r"qkv\.bias is 3"):
+    with pytest.raises(InputError, match=r"qkv\.bias joins 3"):
         torch.optim.Adafactor([bias]).step()
     set_gradients(model, llama(**SHAPES["all-biases"]))
     muon([p for name, p in model.named_parameters() if name.endswith("proj.weight")]).step()
@@ -267,4 +267,4 @@ def test_ranks_share_the_matrices_and_train_as_one(shape, degrees):
 def test_the_parameters_of_a_sharded_model_are_refused_on_every_rank(degrees):
     for messages in ranks.run(2, refused, degrees):
         assert len(messages) == 2
-        assert all("layers.0.self_attention.qkv.weight is 3, with interleaved rows" in text for text in messages)
+        assert all("layers.0.self_attention.qkv.weight joins 3, with interleaved rows" in text for text in messages)

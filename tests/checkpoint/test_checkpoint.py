@@ -696,7 +696,7 @@ def test_the_estimate_covers_what_is_written(tmp_path):
 def test_a_dtype_that_the_files_do_not_hold_is_refused(tmp_path):
     model = nn.Linear(2, 2)
     model.register_buffer("phase", torch.zeros(2, dtype=torch.complex128))
-    with pytest.raises(InputError, match=r"model\.phase is of torch.complex128"):
+    with pytest.raises(InputError, match=r"model\.phase has the dtype torch.complex128"):
         save(tmp_path / "c", model)
     assert not list(tmp_path.iterdir())
 
