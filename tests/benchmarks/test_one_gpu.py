@@ -351,7 +351,7 @@ def test_the_ratio_is_to_the_fastest_peer_that_is_not_octavo(tmp_path):
         ({"entries": ["torch-bf17"]}, "unknown entry 'torch-bf17'. Did you mean 'torch-bf16'?"),
         ({"device": "gpu"}, "device 'gpu'"),
         ({"device": "meta"}, "device 'meta' has no benchmarks"),
-        ({"device": "cuda:64"}, "device 'cuda:64' is not there"),
+        ({"device": "cuda:64"}, "device 'cuda:64' does not exist"),
         ({"gpus": 2}, "gpus = 2: the suite one-gpu needs 1."),
         (
             {"suite": "context", "entries": ["octavo-bf16"], "gpus": 1},

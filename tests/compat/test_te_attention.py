@@ -394,7 +394,7 @@ def test_arguments_that_agree_change_nothing(te):
     ("key", "value", "message"),
     [
         ((2, 4, 3, DIM), (2, 4, 3, DIM), "4 and 3 heads: the layer has num_attention_heads=4 and num_gqa_groups=4"),
-        ((3, 4, 4, DIM), (3, 4, 4, DIM), r"are \[2, 4, 4, 8\], \[3, 4, 4, 8\] and \[3, 4, 4, 8\]: give \[B, T, H, D\]"),
+        ((3, 4, 4, DIM), (3, 4, 4, DIM), r"are \[2, 4, 4, 8\], \[3, 4, 4, 8\] and \[3, 4, 4, 8\]: give query \[B, T, H, D\]"),
         ((1, 4, 4, DIM), (1, 4, 4, DIM), r"with the same B, the same T of key and value"),
         ((2, 4, 4, DIM), (2, 3, 4, DIM), r"and \[2, 3, 4, 8\]: give"),
         ((2, 4, 4, 6), (2, 4, 4, DIM), r"\[2, 4, 4, 6\] and"),

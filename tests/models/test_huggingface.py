@@ -405,7 +405,7 @@ def test_hooks_of_the_head_change_no_loss(kind):
     else:
         head.register_full_backward_hook(lambda *given: None)
     if kind in ("before", "behind"):
-        with pytest.raises(InputError, match="hook of the output head"):
+        with pytest.raises(InputError, match="a hook changes inputs or outputs of the output head"):
             model(input_ids=ids, labels=ids)
         assert model(input_ids=ids).logits.shape == (2, 9, VOCABULARY)
     else:

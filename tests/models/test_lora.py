@@ -277,9 +277,14 @@ def test_adapters_of_another_base_or_another_kind_are_refused_with_the_shapes(tm
     refused(("of another base", "q_proj.lora_A.weight is [3, 48] there and [3, 64] here"), octavo.transform, other, lora=lora)
     fewer = octavo.LoRA(3, 5.0, targets=["q_proj"], load=str(folder))
     refused(("of other matrices", "lora.targets"), octavo.transform, llama(), lora=fewer)
-    refused("lora.rank = 4, and there 3.", octavo.transform, llama(), lora=octavo.LoRA(4, load=str(folder)))
+    refused("lora.rank = 4, and in the folder 3.", octavo.transform, llama(), lora=octavo.LoRA(4, load=str(folder)))
     other = octavo.LoRA(alpha=5.5, rslora=True, load=str(folder))
-    refused(("lora.alpha = 5.5, and there ", "lora.rslora = true, and there false"), octavo.transform, llama(), lora=other)
+    refused(
+        ("lora.alpha = 5.5, and in the folder ", "lora.rslora = true, and in the folder false"),
+        octavo.transform,
+        llama(),
+        lora=other,
+    )
     every = ("lora.rank = 3", "lora.alpha = ", "lora.rslora = ", "lora.targets = ")
     refused(every, octavo.transform, llama(), lora=octavo.LoRA(4, load=str(folder)))
     config = json.loads((folder / "adapter_config.json").read_text())

@@ -204,13 +204,13 @@ def test_a_config_that_balances_experts_of_which_there_are_none_is_refused():
 @pytest.mark.parametrize(
     ("shape", "sizes", "balancing", "words"),
     [
-        ("mixtral", {"num_experts_per_tok": 1}, "sinkhorn", "by the sigmoid of its logit, and by 1 in"),
-        ("mixtral", {}, "sinkhorn", "by its probability, and by that divided by the sum"),
+        ("mixtral", {"num_experts_per_tok": 1}, "sinkhorn", "by the sigmoid of its logit, and Hugging Face's by 1,"),
+        ("mixtral", {}, "sinkhorn", "by its probability, and Hugging Face's by that divided by the sum"),
         (
             "qwen3-moe",
             {"norm_topk_prob": False, "num_experts_per_tok": 1},
             "sinkhorn",
-            "the sigmoid of its logit, and by its prob",
+            "the sigmoid of its logit, and Hugging Face's by its prob",
         ),
         ("qwen3-moe", {"norm_topk_prob": False, "num_experts_per_tok": 2}, "sinkhorn", None),
         ("mixtral", {"num_experts_per_tok": 4, "num_local_experts": 4}, "sinkhorn", None),

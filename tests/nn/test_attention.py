@@ -296,5 +296,5 @@ def test_tensors_that_do_not_fit_are_refused(order, key, value):
     inputs = [x.transpose(0, 1) for x in inputs] if order == "sbhd" else inputs
     layer = attention.DotProductAttention(4, 8, qkv_format=order)
     for kind in ("causal", "no_mask"):
-        with pytest.raises(InputError, match=r"query, key and value are .*: give \["):
+        with pytest.raises(InputError, match=r"query, key and value are .*: give query \["):
             layer(*inputs, attn_mask_type=kind)

@@ -97,7 +97,7 @@ def test_adapters_on_a_gpu_are_recorded_by_default_and_a_dry_run_says_so(overrid
 
 
 def test_a_dry_run_of_data_that_nobody_has_read_says_what_conversations_would_change(tiny_run, tmp_path, capsys):
-    said = "beside the optimizer's; of conversations, which are packed documents, steps would be eager"
+    said = "in addition to the optimizer's; of conversations, which are packed documents, steps would be eager"
     (tmp_path / "chats.jsonl").write_text('{"messages": []}\n')
     run = tiny_run()
     for given, expected in (([], True), (["data.packing=join"], False), (["data.format=text"], False), ([GRAPH], False)):

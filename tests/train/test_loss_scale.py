@@ -318,7 +318,7 @@ def test_a_fixed_scale_that_is_too_large_ends_the_run_and_may_be_changed_to_cont
     assert main(["train", str(run.file), HALF, PLAIN, f"train.loss_scale={2.0**40}"]) == 1
     err = capsys.readouterr().err
     assert "step 21: loss 5." in err
-    assert f"cost {PATIENCE} steps in a row" in err
+    assert f"overflowed in {PATIENCE} steps in a row" in err
     assert err.count("\n") == 2  # and that fp8.amax_history_len of the file is left out without FP8
     assert main(["train", str(run.file), HALF, PLAIN, "train.loss_scale=1024.0"]) == 0
     records = read_metrics(run.output / "metrics.jsonl")

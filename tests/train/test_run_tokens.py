@@ -88,11 +88,11 @@ def test_documents_the_config_and_generation_end_in_one_token(made, tmp_path, ca
 @pytest.mark.parametrize(
     ("keys", "role", "words"),
     [
-        ({"config": {"eos_token_id": 9}}, "eos_token_id", ["config.json has 9 (not one of its special tokens)", "take 2,"]),
-        ({"config": {"eos_token_id": None}}, "eos_token_id", ["config.json has none", "take 2,"]),
-        ({"config": {"bos_token_id": 3}}, "bos_token_id", ["config.json has 3 ('<|im_end|>')", "has 1 ('<s>')", "take 1,"]),
+        ({"config": {"eos_token_id": 9}}, "eos_token_id", ["config.json has 9 (not one of its special tokens)", "use 2,"]),
+        ({"config": {"eos_token_id": None}}, "eos_token_id", ["config.json has none", "use 2,"]),
+        ({"config": {"bos_token_id": 3}}, "bos_token_id", ["config.json has 3 ('<|im_end|>')", "has 1 ('<s>')", "use 1,"]),
         ({"config": {"pad_token_id": 0}}, "pad_token_id", ["config.json has 0 ('<unk>')", "has 4 ('<pad>')"]),
-        ({"generation": {"eos_token_id": [3]}}, "eos_token_id", ["generation_config.json has 3 ('<|im_end|>')", "take 2,"]),
+        ({"generation": {"eos_token_id": [3]}}, "eos_token_id", ["generation_config.json has 3 ('<|im_end|>')", "use 2,"]),
     ],
 )
 def test_files_that_disagree_are_named_with_what_the_run_takes(made, keys, role, words, capsys):
@@ -147,7 +147,7 @@ def test_what_transformers_refuses_is_said_and_the_rest_is_exported(made, tmp_pa
     capsys.readouterr()
     assert main(["export", str(run.output), "--to", str(tmp_path / "out")]) == 0
     reason = "since transformers refuses it: ValueError: `max_new_tokens` must be greater than 0"
-    assert f"generation_config.json: max_new_tokens = 0 is left out, {reason}" in _said(capsys)[1]
+    assert f"generation_config.json: max_new_tokens = 0 is dropped, {reason}" in _said(capsys)[1]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert (model.generation_config.temperature, model.generation_config.top_p) == (0.6, 0.9)
     assert main(["sample", str(run.output), "--prompt", "the scale", "--tokens", "2"]) == 0

@@ -301,7 +301,7 @@ def yielding(self, trainer, record):
         ({"on_validate": lambda self, trainer, record: None}, r"Did you mean on_validation\?"),
         ({"onCheckpoint": lambda self, trainer, path: None}, r"Did you mean on_checkpoint\?"),
         ({"onstep": lambda self, trainer, record: None}, r"Did you mean on_step\?"),
-        ({"on_save": lambda self, trainer, path: None}, r"There are on_step, on_validation, on_checkpoint, on_end;"),
+        ({"on_save": lambda self, trainer, path: None}, r"Events are on_step, on_validation, on_checkpoint, on_end;"),
         ({"on_step": lambda self, record: None}, r"Mine\.on_step\(record\) cannot be called as on_step\(trainer, record\)"),
         ({"on_end": None}, r"Mine\.on_end is None, which cannot be called: define on_end\(trainer, result\)"),
         ({"on_step": waiting}, r"Mine\.on_step is async"),

@@ -342,6 +342,6 @@ FullyShardedDataParallel(tsm.transform(LlamaForCausalLM(LlamaConfig(**size))))
         assert "that of instance_type and instance_count" in told
     else:
         assert told.count("ranks 0 and 1 hold different weights") == 1, told
-        assert "with DelayedParamIniter, or use those of rank 0: torch.sagemaker.transform(model, load_state_dict" in told
+        assert "with DelayedParamIniter, or use the weights of rank 0: torch.sagemaker.transform(model, load_state_dict" in told
     assert "octavo.init" not in told
     assert "torchrun" not in told
