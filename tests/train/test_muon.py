@@ -282,7 +282,7 @@ def test_parameters_that_were_replaced_are_refused():
     proj = model.layers[0].self_attention.proj
     proj.weight = nn.Parameter(proj.weight.detach().clone())
     proj.weight.grad = torch.ones_like(proj.weight)
-    with pytest.raises(InputError, match=r"layers\.0\.self_attention\.proj\.weight of octavo\.muon are no parameters"):
+    with pytest.raises(InputError, match=r"layers\.0\.self_attention\.proj\.weight of octavo\.muon are no longer parameters"):
         optimizer.step()
 
 

@@ -91,7 +91,7 @@ def refusals():
         {"rates": {"*.q_proj": 0.1}},
         r"q_proj\.weight 0\.1, model\.layers\.0\.self_attn\.k_proj\.weight 1, .* one parameter here",
     )
-    yield {"rates": {"*embed*": 0.0}}, r"a factor is a number above 0.* train\.freeze leaves"
+    yield {"rates": {"*embed*": 0.0}}, r"a factor is a number above 0.* To freeze parameters: train\.freeze"
     yield {"rates": {"*embed*": float("nan")}}, "a factor is a number above 0"
     yield {"rates": {"*attention*": 0.5}}, "two meanings"
     yield {"rates": {"lm_head.bias": 0.5}}, "matches no parameter"
