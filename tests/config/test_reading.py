@@ -238,7 +238,7 @@ def test_a_path_that_is_no_file_is_named(tmp_path):
     (tmp_path / "loop.toml").symlink_to(tmp_path / "loop.toml")
     (tmp_path / "file").write_text("")
     assert "is a pipe or a device" in message(RunConfig.from_file, tmp_path / "pipe.toml")
-    assert "is a link to nothing" in message(RunConfig.from_file, tmp_path / "loop.toml")
+    assert "is a broken symbolic link" in message(RunConfig.from_file, tmp_path / "loop.toml")
     assert "does not exist" in message(RunConfig.from_file, tmp_path / "file" / "x.toml")
     assert "File name too long" in message(RunConfig.from_file, tmp_path / ("x" * 300))
     assert f"run file {str(Path.home() / 'none.toml')!r} does not exist" in message(RunConfig.from_file, "~/none.toml")

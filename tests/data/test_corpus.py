@@ -206,7 +206,7 @@ def test_links_of_a_folder_are_followed_and_dead_ones_refused(tmp_path, config):
     assert _texts(config(folder)) == ["behind a link"]
     (folder / "b.jsonl").symlink_to(tmp_path / "nothing.jsonl")
     for source in (folder, folder / "*.jsonl"):
-        with pytest.raises(InputError, match=r"b\.jsonl' is a broken link\. Remove it"):
+        with pytest.raises(InputError, match=r"b\.jsonl' is a broken symbolic link\. Remove it"):
             Corpus(config(source))
     (folder / "b.jsonl").unlink()
     os.mkfifo(folder / "pipe.jsonl")

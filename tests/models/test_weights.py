@@ -133,9 +133,11 @@ def test_master_weights_of_a_bf16_folder_are_its_values(source):
 
 
 def test_pickles_are_never_opened(tmp_path):
-    (tmp_path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
+    opened = tmp_path / "opened"
+    (tmp_path / "pytorch_model.bin").write_bytes(f"cos\nsystem\n(S'touch {opened}'\ntR.".encode())
     for call in (lambda: WeightFiles(tmp_path), lambda: build(llama_config(), tmp_path)):
         refused(("pytorch_model.bin", str(tmp_path), "safetensors"), call)
+    assert not opened.exists()
 
 
 def test_folders_without_weights_are_refused(tmp_path):

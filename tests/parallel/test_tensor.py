@@ -155,7 +155,7 @@ def test_weights_of_rank_0_reach_whole_experts_and_slices():
     for world, degrees in (SLICES["2"], SPREAD["2 of 2"], SPREAD["2, shard"]):
         for wrong, described in ranks.run(world, tensor_ranks.from_rank_0, degrees, "qwen3-moe-mixed"):
             assert wrong == []
-            assert ("experts are whole" in described) == ("expert_parallel_degree" in degrees)
+            assert ("whole experts" in described) == ("expert_parallel_degree" in degrees)
 
 
 def test_expert_groups_are_consecutive_ranks():

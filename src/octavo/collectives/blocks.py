@@ -304,7 +304,7 @@ def share_out(
 
 
 def _fault(part: Part) -> str | None:
-    """What is wrong with a part's ranges; None if they are valid."""
+    """The first fault of a part's ranges; None if they are valid."""
     if len(part.indices) != len(part.shape):
         return f"indices of {len(part.indices)} dimensions for the shape {list(part.shape)}."
     for dim, (each, size) in enumerate(zip(part.indices, part.shape, strict=True)):

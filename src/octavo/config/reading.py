@@ -70,7 +70,7 @@ def _missing(path: Path, what: str) -> InputError:
     if path.exists() and not path.is_dir():
         fault, hint = "is a pipe or a device, not a file", ""
     elif path.is_symlink():
-        fault = "is a link to nothing"
+        fault = "is a broken symbolic link"
     example = ", such as presets/demo.toml" if what == "run file" else ""
     return InputError(f"{what} {str(path)!r} {fault}.{hint} Give the path of a TOML file{example}.")
 

@@ -56,7 +56,7 @@ def _walk(folder: Path, closed: frozenset[Path]) -> Iterator[Path]:
 def check_regular(path: Path) -> None:
     """Refuse broken links, pipes, devices, and names that are not UTF-8."""
     if not path.is_file():
-        fault = "is a broken link" if path.is_symlink() and not path.exists() else "is not a regular file"
+        fault = "is a broken symbolic link" if path.is_symlink() and not path.exists() else "is not a regular file"
         raise InputError(f"data: {str(path)!r} {fault}. Remove it, or put the file there.")
     try:
         os.fspath(path).encode()

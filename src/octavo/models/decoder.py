@@ -399,7 +399,7 @@ class Decoder(PretrainedInterface):
             embedding.in_decoder = False
 
     def _same_on_all(self, *inputs: Tensor | int | None) -> Tensor | None:
-        """Whether the inputs are equal on the ranks that share sequences: bool [], or None if that is known already.
+        """Equality of the inputs on the ranks that share sequences: bool [], or None if that is known already.
 
         Also checked: settings that decide the exchanges between ranks, and in the first forward which parameters are frozen.
         Only the first forward waits for a GPU; later ones make the loss NaN.

@@ -107,7 +107,7 @@ def describe(model: nn.Module) -> Description:
     split = exchanges = ""
     if isinstance(tensor, TensorGroup):
         split = f"{tensor.size} ranks hold parts of each matrix, and between products parts of the tokens"
-        split += "; experts are whole, and spread over ranks" if getattr(model, "spread", False) else ""
+        split += "; whole experts are distributed over ranks" if getattr(model, "spread", False) else ""
         joins = {method: None for state in states.values() for method in state.buffers.joins.methods()}
         exchanges = "; ".join(filter(None, (tensor.exchanges, *joins)))
     return Description(

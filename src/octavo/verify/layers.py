@@ -1,8 +1,8 @@
-"""The few layers of a large model that a small one has, and the run's patterns of names with their numbers there.
+"""Layers of the small model, and the run's patterns of names, renumbered for them.
 
-Two layers of each kind: with and without a window, dense or of experts, and as patterns of names tell layers from one another.
-`fp8.skip = ["*.0.*", "*.31.*"]` leaves layers 0, 1, 2 and 31, which are 0 to 3 of the small model, and becomes the names of its
-layers 0 and 3. Patterns that treat the layers of a kind alike stay.
+The small model has two layers of each kind. Kinds differ by a window, by experts, and by the patterns that match the layer:
+`fp8.skip = ["*.0.*", "*.31.*"]` selects layers 0, 1, 2 and 31, which become 0 to 3, and is replaced by the names of layers 0
+and 3. A pattern that matches all layers of a kind alike is unchanged.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from octavo.verify.small import without_files
 MOST = 12
 """Layers of the small model."""
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)")
-"""The first number in a name is a layer's, a further one an expert's."""
+"""A number in a name: the first is a layer's, a second an expert's."""
 Hits = Mapping[int | None, frozenset[str]]
-"""Names by layer, with # in place of its number; of None those outside of layers."""
+"""Layer → names, with # for its number; None → names outside layers."""
 
 
 def layers_of_each_kind(spec: ModelSpec, marks: Mapping[int, Any] | None = None) -> Sequence[int]:
-    """Two layers of each kind, in their order; marks: what else makes a layer's kind."""
+    """Indices of two layers of each kind, in order; marks: layer → a further criterion of its kind."""
     kinds: dict[Any, list[int]] = {}
     for layer in range(spec.layers):
         kinds.setdefault((_kind(spec, layer), (marks or {}).get(layer)), []).append(layer)
@@ -44,14 +44,14 @@ def layers_of_each_kind(spec: ModelSpec, marks: Mapping[int, Any] | None = None)
 
 
 def with_few_layers(config: RunConfig, hf_config: Any, spec: ModelSpec, experts: int) -> tuple[RunConfig, Sequence[int]]:
-    """The run with patterns of names in a model of few of its layers, and these layers.
+    """The run with its patterns renumbered for the small model, and the indices of that model's layers in the full one.
 
-    A factor of a rate, which changes nothing else, makes no kind of layers: its pattern is left out where no layer is left that
-    it matches.
+    `optimizer.rates` makes no kinds of layers, since a factor changes only the rate: a pattern that matches none of the small
+    model's layers is dropped.
 
     Args:
         config, hf_config, spec: the run and its model.
-        experts: of a layer of the small model.
+        experts: number of experts of a layer of the small model.
 
     Raises:
         InputError: patterns make too many kinds of layers, or one matches nothing.
@@ -75,7 +75,7 @@ def with_few_layers(config: RunConfig, hf_config: Any, spec: ModelSpec, experts:
                 chosen = adapted(model)
                 hits = _by_layer(() if chosen is None else chosen.targets)
             else:
-                # Names of files that were written by stored names count where no other does.
+                # Stored names apply only to a pattern that matches no other name.
                 each = ([name for name in those if fnmatch.fnmatchcase(name, pattern)] for those in names[_kind_of_names(key)])
                 hits = _by_layer(_outermost(next((those for those in each if those), ())))
             if _tells_layers(hits, spec):
@@ -109,7 +109,7 @@ def with_few_layers(config: RunConfig, hf_config: Any, spec: ModelSpec, experts:
 
 
 def _kind(spec: ModelSpec, layer: int) -> tuple[bool, bool]:
-    """Has it a window, and is it dense in a model with experts?"""
+    """(windowed, dense in a model with experts)."""
     return bool(spec.windows) and spec.windows[layer] is not None, layer in spec.dense
 
 
@@ -125,7 +125,7 @@ def _of_parameters(model: nn.Module) -> tuple[set[str], set[str]]:
 
 
 def _of_fp8(model: nn.Module) -> tuple[set[str], set[str]]:
-    """The same of layers with FP8 products."""
+    """The same for layers with FP8 products."""
     way, names = conversion_of(model), [name for name, _ in states_of(model)]
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     weights = [weight for name in names for weight in (f"{name}.weight", f"{name}_weight") if weight in parameters]
@@ -143,7 +143,7 @@ def _with_modules(names: Iterable[str]) -> set[str]:
 
 
 def _outermost(names: Iterable[str]) -> set[str]:
-    """Without names inside a module that is named too."""
+    """The names without those inside a module that is also in `names`."""
     every = set(names)
     return {name for name in every if not any(around in every for around in _modules(name))}
 
@@ -163,7 +163,7 @@ def _by_layer(names: Iterable[str]) -> Hits:
 
 
 def _tells_layers(hits: Hits, spec: ModelSpec) -> bool:
-    """True if not all layers of a kind have the same names among these."""
+    """True if layers of one kind have different names among these."""
     kinds: dict[tuple[bool, bool], set[frozenset[str] | None]] = {}
     for layer in range(spec.layers):
         kinds.setdefault(_kind(spec, layer), set()).add(hits.get(layer))
@@ -171,7 +171,7 @@ def _tells_layers(hits: Hits, spec: ModelSpec) -> bool:
 
 
 def _renumbered(hits: Hits, layers: Sequence[int], experts: int) -> list[str]:
-    """The names of these layers with their numbers in the small model, without those of experts that it does not have."""
+    """The names of these layers, renumbered, without experts that the small model does not have."""
     found = list(hits.get(None, ()))
     for number, layer in enumerate(layers):
         found += [name.replace("#", str(number), 1) for name in hits.get(layer, ())]

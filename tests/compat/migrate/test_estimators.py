@@ -135,7 +135,7 @@ def test_a_call_of_the_trainer_that_is_said_to_run_is_made(place, text):
     (place / "s.py").write_text(f"{TRAINER}{text}\n")
     script = read(place / "s.py")
     assert runs_unchanged(script)
-    assert any("not checked together" in note for note in script.notes)
+    assert any("combinations of its configurations" in note for note in script.notes)
     assert lines(script)[-2].startswith("As far as it is read, it runs unchanged: python -m octavo.compat")
     assert lines(script)[-1].startswith("or import ModelTrainer")
     exec(f"{TRAINER}{text}", {})

@@ -32,9 +32,7 @@ def _are_texts(value: Any) -> bool:
 
 _WRONG = {
     "environment": lambda value: value is not None and not isinstance(value, dict),
-    "dependencies": lambda value: (
-        value is not None and not (isinstance(value, list) and all(isinstance(each, str) for each in value))
-    ),
+    "dependencies": lambda value: value is not None and not _are_texts(value),
     "max_run": lambda value: value is not None and (type(value) not in (int, float) or not value > 0),
     "input_mode": lambda value: value not in (None, "File", "FastFile"),
     "entry_point": lambda value: not str(value).endswith(".py"),

@@ -1,6 +1,6 @@
 """Checks calls of `ModelTrainer` and of its configurations in a script, each by itself.
 
-What they say together (degrees and ranks, the script in its folder, channels) is not seen: `train(dry_run=True)` checks that.
+Combinations of settings (degrees with ranks, the script with its folder, channels) are left to `train(dry_run=True)`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from octavo.compat.sagemaker.sdk_arguments import (
 from octavo.compat.sagemaker.trainer import ARGUMENTS
 from octavo.errors import InputError
 
-UNSEEN = "its configurations are not checked together with each other and this machine: train(dry_run=True) does"
+UNSEEN = "combinations of its configurations, and this machine, are not checked here: train(dry_run=True) checks them"
 
 
 def is_trainer(dotted: str) -> bool:
