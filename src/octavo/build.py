@@ -85,7 +85,7 @@ from octavo.parallel.calls import begin, together
 from octavo.parallel.context import check_context, original_code_message
 from octavo.parallel.coordination import Ranks, all_ranks
 from octavo.parallel.deferred_init import BesideAdapters, CounterInit, FromRank0, Loaded, Values, delayed_init, materialise
-from octavo.parallel.fsdp import blocks_of, check_same_weights, gather_weights_in_fp8, refuse_wrappers, shard
+from octavo.parallel.fsdp import blocks_of, check_same_weights, extend_gathers, refuse_wrappers, shard
 from octavo.parallel.gathered import memory_of_gpu, settle_gathering
 from octavo.parallel.joined_amaxes import join_weights
 from octavo.parallel.module_init import OwnInit
@@ -415,14 +415,14 @@ def place(
         refuse_own_calls(model)
         if not shards:
             refuse_wrappers(model)
-    # 7. Gather in FP8, or cache.
+    # 7. Extend the all-gathers, or cache.
     if sharding is not None:
         save_whole(model)
     if isinstance(model, Decoder) and model.tensor is not None:
         join_weights(model)
         sum_together(model, model.tensor, parts if shards else [model])
     if sharding is not None and shards:
-        gather_weights_in_fp8(model, parts, sharding)
+        extend_gathers(model, parts, sharding)
     else:
         cache_columnwise(parts or [model], memory_of_gpu(device))
     return model.train()

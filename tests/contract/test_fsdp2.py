@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_common, _fsdp_param, _fsdp_param_group, _fsdp_state
+from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_param, _fsdp_param_group, _fsdp_state
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 
 import ranks
@@ -27,31 +27,29 @@ from octavo.parallel.fsdp2 import adapter
 
 pytestmark = ranks.alone
 
-IMPORTED = {"_fully_shard", "_fsdp_collectives", "_fsdp_common"}
+IMPORTED = {"_fully_shard", "_fsdp_common"}
 ADAPTER = SOURCE / "parallel" / "fsdp2" / "adapter.py"
-RECORDS = {"iter_forward_root", "post_backward_final_callback_queued", "all_gather_event", "event"}
+RECORDS = {"iter_forward_root", "post_backward_final_callback_queued", "reduce_scatter_stream"}
 STATE = {"_fsdp_param_group", "_training_state", "_state_ctx", "_modules_to_run_forward"}
 SIGNATURES = {
-    (_fsdp_param_group.FSDPParamGroup, "unshard"): ("self", "async_op"),
     (_fsdp_param_group.FSDPParamGroup, "wait_for_unshard"): ("self",),
     (_fsdp_param_group.FSDPParamGroup, "reshard"): ("self",),
     (_fsdp_param_group.FSDPParamGroup, "pre_backward"): ("self", "default_prefetch", "unused"),
     (_fsdp_param_group.FSDPParamGroup, "post_backward"): ("self", "unused"),
     (_fsdp_param_group.FSDPParamGroup, "finalize_backward"): ("self",),
-    (_fsdp_param_group.FSDPCommContext, "get_all_gather_streams"): ("self", "async_op", "training_state"),
-    (_fsdp_param.FSDPParam, "init_unsharded_param"): ("self",),
+    (_fsdp_param.FSDPParam, "reset_sharded_param"): ("self",),
 }  # fmt: skip
 
 
 def names():
     """All names of FSDP2 in the adapter."""
-    return {*adapter.GROUP, *adapter.PARAMETER, *adapter.LATER, *adapter.STREAMS} | RECORDS | STATE | IMPORTED
+    return {*adapter.GROUP, *adapter.PARAMETER, *adapter.LATER} | RECORDS | STATE | IMPORTED
 
 
 def test_every_name_of_the_adapter_is_one_of_these():
     known = names() | {"_post_accumulate_grad_hooks", "_unsafe_preserve_version_counter", "_local_tensor"}
     own = {name for name in used_in(ADAPTER) if name not in known}
-    own -= {"_raw", "_before_reduction", "_check", "_state", "_is_fit", "_gather", "_InPlaceGathering", "_padded"}
+    own -= {"_raw", "_before_reduction", "_check", "_state", "_padded"}
     assert own <= {"_held", "_places"}
 
 
@@ -106,13 +104,6 @@ def test_signature(owner, name):
     assert found[: len(SIGNATURES[owner, name])] == SIGNATURES[owner, name]  # version 2.11 has more optional ones
 
 
-def test_the_record_of_a_gathering():
-    fields = _fsdp_collectives.AllGatherResult._fields
-    assert fields[:3] == ("all_gather_output", "all_gather_event", "all_gather_work")
-    assert len(fields) == 6
-    assert isinstance(adapter.InPlace(*[None] * 6), tuple)
-
-
 def test_states():
     assert {"IDLE", "FORWARD", "PRE_BACKWARD"} <= _fsdp_common.TrainingState.__members__.keys()
 
@@ -162,8 +153,7 @@ def calls():
     for group in groups:
         for name in adapter.GROUP:
             assert hasattr(group._raw, name), name
-        for name in adapter.STREAMS:
-            assert hasattr(group._raw.comm_ctx, name), name
+        assert hasattr(group._raw.comm_ctx, "reduce_scatter_stream")
         for parameter in group._raw.fsdp_params:
             for name in (*adapter.PARAMETER, *adapter.LATER):
                 assert hasattr(type(parameter), name) or hasattr(parameter, name), name
@@ -228,7 +218,7 @@ def facts():
             (ours.module, ours.name, ours.size, ours.device, ours.shard_group, ours.rank, ours.ranks, group.replicated),
             (layer, "weight", theirs._orig_size, theirs.device, place.shard_process_group, place.shard_mesh_rank,
              place.shard_mesh_size, isinstance(place, _fsdp_common.DDPMeshInfo)),
-            same and torch.equal(ours.flat_shard, theirs._sharded_param_data) and not group.is_gathered,
+            same and torch.equal(ours.shard.view(-1), theirs._sharded_param_data) and not group.is_gathered,
         ))  # fmt: skip
         layer.unshard()
         found[-1] += (group.is_gathered and group.is_there and raw.is_unsharded,)

@@ -1,6 +1,7 @@
 """Weights of embedding and head that are gathered into their place: those that FSDP2 copies there, to the last bit."""
 
 import contextlib
+import functools
 from unittest import mock
 
 import pytest
@@ -12,7 +13,6 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import AllGatherState
 
 import ranks
 from building import built_model
@@ -20,8 +20,8 @@ from octavo.build import transform
 from octavo.fp8.autocast import fp8_autocast, microbatch
 from octavo.fp8.recipe import RECIPES
 from octavo.parallel import world
-from octavo.parallel.fsdp import accumulate, settle, shard, sharded_modules
-from octavo.parallel.fsdp2 import adapter, direct_gather
+from octavo.parallel.fsdp import accumulate, extend_gathers, settle, shard, sharded_modules
+from octavo.parallel.fsdp2 import direct_gather
 
 pytestmark = ranks.alone
 
@@ -38,25 +38,34 @@ def outside_of_blocks(model):
 
 @contextlib.contextmanager
 def gathered(direct):
-    """(names gathered in place, names gathered by FSDP2), a list for each group; `direct`: what is built in here may be so."""
+    """(names gathered in place, names in each all-gather by FSDP2); direct: models built in here may gather in place."""
     own, copied = [], []
-    in_place, by_copies = direct_gather._gather, _fsdp_param_group.foreach_all_gather
+    in_place, by_copies = direct_gather._Matrix.before, _fsdp_param_group.foreach_all_gather
 
-    def noted(group, wholes):
-        own.append([parameter._raw._param_fqn for parameter in group.parameters])
-        in_place(group, wholes)
+    @functools.wraps(in_place)  # FSDP2 looks at its parameters
+    def noted(matrix, *rest):
+        own.append(matrix.parameter._raw._param_fqn)
+        return in_place(matrix, *rest)
 
     def noted_too(parameters, *rest):
         copied.append([parameter._param_fqn for parameter in parameters])
         return by_copies(parameters, *rest)
 
-    use = direct_gather.use if direct else lambda modules, dtype: None
+    use = direct_gather.use if direct else lambda root, modules: None
     with (
         mock.patch.object(direct_gather, "use", use),
-        mock.patch.object(direct_gather, "_gather", noted),
+        mock.patch.object(direct_gather._Matrix, "before", noted),
         mock.patch.object(_fsdp_param_group, "foreach_all_gather", noted_too),
     ):
         yield own, copied
+
+
+def bytes_of(parameters):
+    """Bytes of gathered tensors, but for the element of each rank that FSDP2 gathers beside one in place."""
+    wholes = [
+        whole for each in parameters for whole in (*each.all_gather_outputs, *getattr(each, "_unsharded_inner_tensors", ()))
+    ]
+    return sum(whole.untyped_storage().nbytes() for whole in wholes)
 
 
 class Life:
@@ -121,8 +130,7 @@ class Life:
         self.optimizer.zero_grad()
 
     def bytes_there(self):
-        every = [whole for parameter in self.parameters for whole in parameter.all_gather_outputs]
-        return sum(whole.untyped_storage().nbytes() for whole in every)
+        return bytes_of(self.parameters)
 
     def evaluations(self):
         for mode in (torch.no_grad, torch.inference_mode, torch.no_grad):
@@ -218,10 +226,10 @@ CASES = {  # ranks, layout, dtype, parameters' dtype, recipe, sizes, frozen
     "rows that the ranks do not divide": (3, {}, BF16, FLOAT32, None, {"vocab_size": 17}, ()),
     "rows of masters in bf16 that the ranks do not divide": (3, {}, BF16, BF16, None, {"vocab_size": 17}, ()),
     "a rank without rows": (4, {}, FLOAT32, FLOAT32, None, {"vocab_size": 9}, ()),
-    "tied": (2, {}, BF16, FLOAT32, None, {"vocab_size": 17, "tie_word_embeddings": True}, ()),
-    "replicas of shards": (4, {"hybrid_shard_degree": 2}, BF16, FLOAT32, None, {"vocab_size": 17}, ()),
-    "ends frozen": (2, {}, BF16, FLOAT32, None, {"vocab_size": 17}, ("embedding", "head", "norm")),
-    "embedding frozen": (2, {}, BF16, FLOAT32, "delayed", {"vocab_size": 17}, ("embedding",)),
+    "tied": (2, {}, BF16, FLOAT32, None, {"vocab_size": 18, "tie_word_embeddings": True}, ()),
+    "replicas of shards": (4, {"hybrid_shard_degree": 2}, BF16, FLOAT32, None, {"vocab_size": 18}, ()),
+    "ends frozen": (2, {}, BF16, FLOAT32, None, {"vocab_size": 18}, ("embedding", "head", "norm")),
+    "embedding frozen": (2, {}, BF16, FLOAT32, "delayed", {"vocab_size": 18}, ("embedding",)),
 }
 
 
@@ -229,13 +237,13 @@ CASES = {  # ranks, layout, dtype, parameters' dtype, recipe, sizes, frozen
 @pytest.mark.parametrize("case", CASES)
 def test_gathered_weights_are_those_of_fsdp2(case):
     size, *setting = CASES[case]
+    divides = setting[4]["vocab_size"] % setting[0].get("hybrid_shard_degree", size) == 0
     for (found, own, copied, ends), (wanted, none, all_copied, _) in ranks.run(size, lives, *setting, recompute=False):
         compare(found, wanted)
         assert len(found) > 50
         assert none == []
-        assert sorted([*own, *copied]) == sorted(all_copied)
-        assert {name for names in own for name in names} == set(ends)
-        assert not any(name in ends for names in copied for name in names)
+        assert copied == all_copied
+        assert set(own) == ({name for name in ends if "norm" not in name} if divides else set())
 
 
 def compare(found, wanted):
@@ -279,7 +287,9 @@ def of_root(summed, ends, tokens):
         model = Tagger(tokens).to(world.state.device)
         with gathered(direct) as (own, copied):
             front = [model.embedding] if ends else []
-            shard(model, list(model.layers), sharded.sharding(None, BF16), summed=summed, ends=(front, []))
+            how = sharded.sharding(None, BF16)
+            shard(model, list(model.layers), how, summed=summed, ends=(front, []))
+            extend_gathers(model, list(model.layers), how)
             found = []
             for step in range(2):
                 ids = torch.arange(6, device=world.state.device) + step + world.state.rank
@@ -295,9 +305,9 @@ def of_root(summed, ends, tokens):
 def test_models_of_their_own_code(summed, ends):
     for (found, own, copied), (wanted, none, all_copied) in ranks.run(2, of_root, summed, ends, 30):
         compare(found, wanted)
-        assert own == ([["shift"], ["embedding.weight"]] if ends else [["embedding.weight", "shift"]]) * 2
+        assert own == ["embedding.weight"] * 2
         assert none == []
-        assert sorted([*own, *copied]) == sorted(all_copied)
+        assert copied == all_copied
 
 
 class Counter(Tagger):
@@ -305,7 +315,7 @@ class Counter(Tagger):
 
     def __init__(self):
         super().__init__(2)
-        self.table = nn.Parameter(torch.arange(1000, 1000 + 31 * 16, dtype=torch.int32).view(31, 16), requires_grad=False)
+        self.table = nn.Parameter(torch.arange(1000, 1000 + 32 * 16, dtype=torch.int32).view(32, 16), requires_grad=False)
 
     def forward(self, ids):
         self.seen = self.table.clone()
@@ -320,7 +330,9 @@ def of_whole_numbers():
         torch.manual_seed(0)
         model = Counter().to(world.state.device)
         with gathered(direct) as (own, _):
-            shard(model, list(model.layers), sharded.sharding(None, BF16), summed=True, ends=([], []))
+            how = sharded.sharding(None, BF16)
+            shard(model, list(model.layers), how, summed=True, ends=([], []))
+            extend_gathers(model, list(model.layers), how)
             loss = model(torch.arange(2, device=world.state.device))
             loss.backward()
         results.append((model.seen.cpu(), loss.detach().cpu(), own))
@@ -329,9 +341,9 @@ def of_whole_numbers():
 
 def test_whole_numbers_are_gathered_unchanged():
     for (table, loss, own), (wanted, its_loss, _) in ranks.run(2, of_whole_numbers):
-        assert own == [["embedding.weight", "shift", "table"]]
+        assert own == ["table"]
         assert table.dtype == torch.int32
-        assert torch.equal(table, torch.arange(1000, 1000 + 31 * 16, dtype=torch.int32).view(31, 16))
+        assert torch.equal(table, torch.arange(1000, 1000 + 32 * 16, dtype=torch.int32).view(32, 16))
         assert torch.equal(wanted, table)
         assert torch.equal(loss, its_loss)
 
@@ -343,8 +355,8 @@ def test_a_group_without_a_large_matrix_is_fsdp2_s():
         assert copied == all_copied
 
 
-def left_to_fsdp2(kind):
-    """(gatherings in place, those by FSDP2, the embedding as it is gathered, and as it ought to be) as a caller asks for it."""
+def asked_for(kind):
+    """Numbers of all-gathers in place and by FSDP2, the embedding as it is gathered and as it ought to be, and bytes left."""
     world.init({})
     with gathered(True) as (own, copied):
         model = sharded.build(BF16, None, sizes={"vocab_size": 18})
@@ -354,39 +366,47 @@ def left_to_fsdp2(kind):
         wanted = sharded.full(embedding.weight).to(BF16)
         handle = embedding.unshard(async_op=kind == "asynchronous")
         if kind == "asynchronous":
-            embedding.unshard()  # is under way
+            embedding.unshard()  # is pending
             handle.wait()
         found = embedding.weight.detach().cpu().clone()
         embedding.unshard()  # is there
         embedding.reshard()
-    return len(own), len(copied), found, wanted
+    return len(own), len(copied), found, wanted, bytes_of([sharded.fsdp2_group(embedding).fsdp_params[0]])
 
 
 @pytest.mark.parametrize("kind", ["asynchronous", "by another collective", None])
-def test_what_a_caller_asks_of_fsdp2_is_fsdp2_s(kind):
-    for own, copied, found, wanted in ranks.run(2, left_to_fsdp2, kind):
+def test_a_caller_gathers_the_same_matrix(kind):
+    for own, copied, found, wanted, left in ranks.run(2, asked_for, kind):
         assert torch.equal(found, wanted)
-        assert (own, copied) == ((0, 1) if kind else (1, 0))
+        assert (own, copied, left) == (1, 1, 0)
 
 
-def not_in_backward():
-    """Whether a group begins to be gathered in a backward, as it is and as told not to."""
+def in_backward():
+    """What a backward begins to gather, as told not to and as it is; whether the end of a backward frees it unused."""
     world.init({})
-    model = sharded.build(BF16, None, sizes={"vocab_size": 18})
-    group, begun = sharded.fsdp2_group(model.embedding), []
-    model(input_ids=torch.zeros(1, 4, dtype=torch.int64, device=world.state.device))
-    for wanted in (False, True):
+    with gathered(True) as (own, _):
+        model = sharded.build(BF16, None, sizes={"vocab_size": 18})
+        group, begun = sharded.fsdp2_group(model.embedding), []
+        ids = torch.zeros(1, 4, dtype=torch.int64, device=world.state.device)
+        model(input_ids=ids)
+        for wanted in (False, True):
+            settle(model)
+            model.embedding.set_unshard_in_backward(wanted)
+            own.clear()
+            with group.use_training_state(TrainingState.PRE_BACKWARD):
+                group.unshard()
+            begun.append(list(own))
+        parameters = group.fsdp_params
+        there = bytes_of(parameters)
+        group.finalize_backward()  # nothing has waited for it
+        begun.append((there > bytes_of(parameters), bytes_of(parameters[:1]) < there))
         settle(model)
-        model.embedding.set_unshard_in_backward(wanted)
-        with group.use_training_state(TrainingState.PRE_BACKWARD):
-            group.unshard()
-        begun.append(isinstance(group._all_gather_result, adapter.InPlace))
-    settle(model)
+        model(input_ids=ids)
     return begun
 
 
 def test_a_group_that_is_not_to_be_gathered_in_backward():
-    assert ranks.run(2, not_in_backward) == [[False, True]] * 2
+    assert ranks.run(2, in_backward) == [[[], ["embedding.weight"], (True, True)]] * 2
 
 
 def evaluated_first(recipe):
@@ -400,7 +420,7 @@ def evaluated_first(recipe):
             ids = torch.arange(12, device=world.state.device).view(1, 12)
             with mode():
                 model(input_ids=ids, labels=ids)
-            assert len(own) == 2
+            assert sorted(own) == ["embedding.weight", "head.weight"]
             loss = model(input_ids=ids, labels=ids).loss
             loss.backward()
         found.append([loss.detach().cpu(), *(sharded.full(parameter.grad) for parameter in model.parameters())])
@@ -417,23 +437,23 @@ def test_weights_that_were_gathered_in_inference_mode_can_be_trained(recipe):
 
 
 def in_fp8():
-    """Gatherings in place and by FSDP2 of one matrix and its bias, which travels in FP8, and which is cast behind them."""
+    """Names gathered in place of one matrix and its bias, which is gathered in FP8, and which is cast after its all-gather."""
     world.init({})
     torch.manual_seed(0)
-    counts = []
+    names = []
     for recipe in (RECIPES["current"](), RECIPES["rowwise"]()):
-        with gathered(True) as (own, copied):
+        with gathered(True) as (own, _):
             model = transform(nn.Sequential(nn.Linear(32, 64)), recipe, dtype=FLOAT32, device=world.state.device)
             x = torch.randn(16, 32, device=world.state.device)
             with fp8_autocast(fp8_recipe=recipe):
                 model(x).sum().backward()
-        counts.append((len(own), len(copied)))
-    return counts
+        names.append(own)
+    return names
 
 
-def test_a_matrix_that_travels_in_fp8_is_fsdp2_s():
-    for counts in ranks.run(2, in_fp8):
-        assert counts == [(0, 1), (1, 0)]
+def test_a_matrix_that_is_gathered_in_fp8_is_not_gathered_in_place():
+    for names in ranks.run(2, in_fp8):
+        assert names == [[], ["0.weight"]]
 
 
 class Stream:
@@ -446,14 +466,12 @@ class Stream:
         self.log.append(f"{self.name} waits for {other.name}")
 
     def record_event(self):
+        self.log.append(f"event of {self.name}")
         return f"event of {self.name}"
 
-    def wait_event(self, event):
-        self.log.append(f"{self.name} waits for {event}")
 
-
-class Streams:
-    """FSDP2's handle of a device with such streams."""
+class Device:
+    """PyTorch's module of a device with such streams."""
 
     def __init__(self, log):
         self.compute = self.now = Stream("compute", log)
@@ -469,42 +487,46 @@ class Streams:
 
 
 def order_of_streams():
-    """What happens in a gathering and in the wait for it, and whether each collective's input is its place in the output."""
+    """What happens in an all-gather and in the wait for it, and whether the collective's input is its place in the output."""
     world.init({})
     model = sharded.build(BF16, None, sizes={"vocab_size": 18})
-    model(input_ids=torch.zeros(1, 4, dtype=torch.int64))
+    ids = torch.zeros(1, 4, dtype=torch.int64)
+    model(input_ids=ids)
     settle(model)
-    group, log, in_place, gather = sharded.fsdp2_group(model.norm), [], [], direct_gather.all_gather
-    streams = group.device_handle = group.octavo_group.device = Streams(log)
-    group.comm_ctx.all_gather_stream, group.comm_ctx.all_gather_copy_in_stream = Stream("gathering", log), Stream("copies", log)
-    group.comm_ctx.all_gather_state = AllGatherState(None, "event of a block")  # its buffer, of the stream of copies
+    log, in_place, gather, allocate = [], [], direct_gather.all_gather, direct_gather._Matrix._memory
+    group = sharded.fsdp2_group(model.norm)
+    device = group.octavo_group.device = Device(log)
+    (head,) = (each for each in group.fsdp_params if each._param_fqn == "head.weight")
+    (matrix,) = head.sharded_param._local_tensor.fsdp_pre_all_gather.args
+    matrix.running.stream = device.compute  # as a forward on a GPU notes it
 
-    def noted(whole, own, group):
-        log.append(f"gathered in {streams.now.name}")
+    def noted(whole, own, **options):
+        log.append(f"gathered in {device.now.name}")
         in_place.append(own.data_ptr() - whole.data_ptr() == world.state.rank * own.nbytes)
-        gather(whole, own, group=group)
+        return gather(whole, own, **options)
 
-    for parameter in group.octavo_group.parameters:
-        parameter.allocate = lambda *given, allocate=parameter.allocate: (
-            log.append(f"allocated in {streams.now.name}") or allocate(*given)
-        )
-    with mock.patch.object(direct_gather, "all_gather", noted), group.use_training_state(TrainingState.FORWARD):
-        group.unshard()
-        log.append("other work")
-        group.wait_for_unshard()
-    assert group.comm_ctx.all_gather_state is None
+    def noted_too(matrix, dtype):
+        log.append(f"allocated in {device.now.name}")
+        return allocate(matrix, dtype)
+
+    with (
+        mock.patch.object(direct_gather, "all_gather", noted),
+        mock.patch.object(direct_gather._Matrix, "_memory", noted_too),
+        mock.patch.object(torch.Tensor, "record_stream", lambda _, stream: log.append(f"kept for {stream.name}")),
+    ):
+        for consumer in (device.compute, Stream("another", log)):
+            with group.use_training_state(TrainingState.FORWARD), device.stream(Stream("copies", log)):
+                group.unshard()
+            log.append("other work")
+            with device.stream(consumer):
+                group.wait_for_unshard()
+            model.norm.reshard()
     return log, in_place
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="streams of a CPU alone can be left out")
 def test_the_memory_is_free_before_it_is_written_and_written_before_it_is_read():
     for log, in_place in ranks.run(2, order_of_streams):
-        assert log == [
-            *["allocated in compute"] * 2,
-            "gathering waits for compute",
-            *["gathered in gathering"] * 2,
-            "other work",
-            *["copies waits for event of a block", "gathering waits for event of a block"],
-            "compute waits for event of gathering",
-        ]
+        gathering = ["allocated in compute", "copies waits for compute", "gathered in copies", "event of copies", "other work"]
+        assert log == [*gathering, *gathering, "kept for another"]
         assert in_place == [True, True]

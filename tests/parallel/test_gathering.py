@@ -375,6 +375,40 @@ def test_a_model_that_is_dropped_is_freed(keep, sizes):
         assert all(found)
 
 
+def with_shards_replaced(how):
+    """Losses before and after the shards' tensors are replaced by others of the same values, twice the first block's."""
+    model, ids = start()
+    block, losses = model.layers[0], []
+
+    def step():
+        model.zero_grad()
+        with fp8_autocast(fp8_recipe=CurrentScaling()):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        losses.append(loss.item())
+
+    step()
+    doubled = {name: value * 2 if value.is_floating_point() else value for name, value in block.state_dict().items()}
+    block.load_state_dict(doubled, assign=how == "assign")
+    if how == "to":
+        model.cpu().float()
+    with torch.no_grad(), fp8_autocast(fp8_recipe=CurrentScaling()):
+        losses.append(model(input_ids=ids, labels=ids).loss.item())
+    step()
+    return losses, gradients(model)
+
+
+@pytest.mark.parametrize("how", ["assign", "to"])
+def test_weights_whose_shards_are_replaced_are_gathered_in_fp8_by_their_values(how):
+    """`load_state_dict(assign=True)` of a block, and `Module.to` of the model."""
+    replaced, loaded = (ranks.run(2, with_shards_replaced, which) for which in (how, None))
+    for (losses, found), (wanted, those) in zip(replaced, loaded, strict=True):
+        assert losses == wanted
+        assert wanted[0] != wanted[1]
+        assert found.keys() == those.keys()
+        assert all(torch.equal(found[name], those[name]) for name in those)
+
+
 def read_by_itself():
     """What code sees that reads the weight of an FP8 layer instead of calling the layer."""
     model, ids = start()

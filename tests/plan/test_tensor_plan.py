@@ -58,7 +58,7 @@ def on_a_rank(cells):
         unsharded = {
             "shard": mock.Mock(side_effect=spread),
             "save_whole": mock.DEFAULT,
-            "gather_weights_in_fp8": mock.Mock(side_effect=lambda model, parts, _: cache_columnwise(parts, None)),
+            "extend_gathers": mock.Mock(side_effect=lambda model, parts, _: cache_columnwise(parts, None)),
         }
         with mock.patch.multiple(build, **unsharded), mock.patch.object(mlp, "CHUNK_ROWS", 16):
             model = built_model(

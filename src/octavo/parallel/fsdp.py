@@ -155,8 +155,6 @@ def shard(
         each_micro_batch.use(model, sharded_modules(model))
         vars(model)[_EACH] = True
     last = [group[-1] for group in together]  # the hooks of a group are those of its modules together
-    direct_gather.use([_fsdp(part) for part in (*front, *last)], outer.param_dtype)
-    direct_gather.use([_fsdp(model)], policy.param_dtype)
     _prefetch([[part] for part in front], units, [[part] for part in last])
     for part in [*front, *itertools.chain(*units), *last, model]:
         part.register_forward_hook(_reshard_after_evaluation)
@@ -242,12 +240,15 @@ def _prefetch(front: Sequence[Unit], blocks: Sequence[Unit], behind: Sequence[Un
         _fsdp(behind[-1][-1]).set_modules_to_backward_prefetch([_fsdp(part) for part in blocks[-1]])
 
 
-def gather_weights_in_fp8(model: nn.Module, blocks: Sequence[nn.Module], how: Sharding) -> None:
-    """The last step of sharding, once every parameter has storage: FP8 weights are gathered in FP8, if `how` allows it."""
-    units: list[Any] = [part for block in blocks for part in sharded_modules(block)] or [model]
-    parts = [part for part in units if has_fp8_weights(part, how.recipe)]
-    if parts:
+def extend_gathers(model: nn.Module, blocks: Sequence[nn.Module], how: Sharding) -> None:
+    """The last step of sharding, once every parameter has storage.
+
+    FP8 weights are gathered in FP8, if `how` allows it, and large matrices outside the blocks in place.
+    """
+    in_blocks: list[Any] = [part for block in blocks for part in sharded_modules(block)]
+    if parts := [part for part in in_blocks or [model] if has_fp8_weights(part, how.recipe)]:
         gather_in_fp8(model, parts)
+    direct_gather.use(model, [part for part in sharded_modules(model) if part not in in_blocks])
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:

@@ -1,18 +1,18 @@
 """The only file that uses FSDP2's private parts: parameter groups, their parameters, and the methods that Octavo replaces.
 
-`fully_shard` gives a module a group of parameters that are gathered and reduced together. Octavo gathers weights as FP8, large
-matrices in place, and reduces gradients without copies, for which FSDP2 has no public API. `Group` and `Parameter` give public
-names to what is read and changed; no other file names an attribute of FSDP2. A sharded parameter is a DTensor: its ranks, size
-and rows are read from it. Its module shows whether it is gathered: it has the shard or the whole.
+`fully_shard` gives a module a group of parameters that are gathered and reduced together. Octavo gathers weights as FP8, by
+the scales of a forward, and reduces gradients without copies, for which FSDP2 has no public API. `Group` and `Parameter` give
+public names to what is read and changed; no other file names an attribute of FSDP2. A sharded parameter is a DTensor: its
+ranks, size and rows are read from it. Its module shows whether it is gathered: it has the shard or the whole.
 
 Replaced methods, on the instance of each group, in this order:
 
 1. `wait_for_unshard` runs outside inference mode (`Group.make_trainable`).
 2. `post_backward` first runs the actions of `BEFORE_REDUCTION` (`Group.before_reduction`), in that order, whatever the order of
 registration.
-3. `unshard` and `wait_for_unshard` gather in place if the group is fit (`Group.gather_in_place`).
-4. `finalize_backward` first runs the actions of `Group.before_end_of_backward`, and frees a remaining in-place all-gather.
-5. `pre_backward` checks the gathered weights before and after its all-gather (`Group.around_pre_backward`).
+3. `finalize_backward` first runs the actions of `Group.before_end_of_backward`.
+4. `pre_backward` checks the gathered weights before and after its all-gather (`Group.around_pre_backward`).
+5. `reset_sharded_param`, of a parameter, extends the tensor that replaces its shard (`Parameter.extend`).
 
 `tests/contract/test_fsdp2.py` holds PyTorch to these names, and to the order in which it calls them.
 """
@@ -26,32 +26,24 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult, DefaultAllGather
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
-from torch.profiler import record_function
 
 from octavo.errors import InputError
 from octavo.versions import requirement
 
 GROUP = (
     "fsdp_params", "post_forward_mesh_info", "comm_ctx", "reduce_grads",
-    "gradient_divide_factor", "force_sum_reduction_for_comms", "unshard_in_backward", "unshard",
-    "wait_for_unshard", "pre_backward", "post_backward", "finalize_backward", "_training_state", "_all_gather_result",
-    "_all_gather_comm", "_partial_reduce_output", "_all_reduce_hook", "_to_unsharded",
+    "gradient_divide_factor", "force_sum_reduction_for_comms", "wait_for_unshard", "pre_backward", "post_backward",
+    "finalize_backward", "_training_state", "_all_gather_result", "_partial_reduce_output", "_all_reduce_hook",
 )  # fmt: skip
 """Names of an `FSDPParamGroup` that this file uses."""
-PARAMETER = (
-    "sharded_param", "all_gather_outputs", "unsharded_accumulated_grad", "init_unsharded_param", "reset_sharded_param",
-)  # fmt: skip
+PARAMETER = ("sharded_param", "all_gather_outputs", "unsharded_accumulated_grad", "reset_sharded_param")
 """Names of an `FSDPParam` that this file uses, before its first gathering."""
 LATER = ("_unsharded_param", "_unsharded_inner_tensors")
 """Names that a first forward gives an `FSDPParam`."""
-STREAMS = ("all_gather_state", "reduce_scatter_stream", "get_all_gather_streams")
-"""Names of a group's `comm_ctx` that this file uses, from the first forward on."""
 
 BEFORE_REDUCTION = ("same parameters", "direct", "hand over", "buffers")
 """Actions when the gradients of a group are complete, in the order in which they run, at most one of each.
@@ -60,10 +52,6 @@ same parameters: checks that sums which wait for the replicas are of the same pa
 place. hand over: gradients of a group of one rank become those of its shards. buffers: the next reduction allocates new
 buffers, in the dtypes chosen here.
 """
-
-
-class InPlace(AllGatherResult):
-    """FSDP2's record of a pending all-gather, here of one directly into the parameters' memory."""
 
 
 class FrozenBytes(TorchFunctionMode):
@@ -139,11 +127,6 @@ class Parameter:
         return own.as_strided(self._padded.shape, self._padded.stride())
 
     @property
-    def flat_shard(self) -> Tensor:
-        """This rank's elements, flat, with FSDP2's padding where it has fewer rows than the first rank."""
-        return self.shard.view(-1)
-
-    @property
     def is_by_rows(self) -> bool:
         """True if each rank has consecutive rows, on its device."""
         return self.by_rows and self._raw.sharded_param.device.type == self.device.type
@@ -191,17 +174,21 @@ class Parameter:
         for hook in (shard._post_accumulate_grad_hooks or {}).values():
             hook(shard)
 
-    def pad(self) -> None:
-        """Replace the shard by a tensor with room for padding; later calls do not replace it."""
-        self._raw.reset_sharded_param()
-
     def extend(self, before: Callable[..., Any], after: Callable[..., Any]) -> None:
         """Gather what `before` returns for the padded shard, and build the parameter by `after`: PyTorch's tensor extensions.
 
-        FSDP2 looks for them before its first all-gather.
+        FSDP2 looks for them before its first all-gather. They are attributes of the shard, which `Module.to` and
+        `load_state_dict(assign=True)` replace: FSDP2 then calls `reset_sharded_param`, and the new tensor gets them.
         """
-        tensor = self._raw.sharded_param._local_tensor
-        tensor.fsdp_pre_all_gather, tensor.fsdp_post_all_gather = before, after
+        raw, reset = self._raw, self._raw.reset_sharded_param
+
+        def extended() -> None:
+            reset()
+            tensor = raw.sharded_param._local_tensor
+            tensor.fsdp_pre_all_gather, tensor.fsdp_post_all_gather = before, after
+
+        raw.reset_sharded_param = extended
+        extended()
 
     def take_form(self) -> Form:
         """Remove and return the tensors of the current form; accumulated gradients stay with the parameter."""
@@ -218,27 +205,6 @@ class Parameter:
         self._raw.all_gather_outputs, self._raw._unsharded_inner_tensors = form.outputs, form.inner
         if form.whole is not None:
             self._raw._unsharded_param = form.whole
-
-    @torch.inference_mode(False)  # a later forward may save it for backward
-    def allocate(self, ranks: int, dtype: torch.dtype | None) -> Tensor:
-        """Allocate the whole on the current stream: the rows of all ranks, then padding, flat.
-
-        dtype: of the whole; None, or a shard that is not floating-point: the shard's.
-        """
-        raw, shard = self._raw, self.flat_shard
-        if not raw.all_gather_outputs:
-            if dtype is None or not shard.is_floating_point():  # FSDP2 casts only floating-point parameters
-                dtype = shard.dtype
-            raw.all_gather_outputs = [torch.empty(ranks * shard.numel(), dtype=dtype, device=self.device)]
-        (whole,) = raw.all_gather_outputs
-        assert isinstance(whole, Tensor)
-        _resize(whole, whole.nbytes)
-        return whole
-
-    def free(self) -> None:
-        """Free the memory of `allocate`."""
-        for whole in self._raw.all_gather_outputs:
-            _resize(whole, 0)
 
 
 class Group:
@@ -294,6 +260,11 @@ class Group:
     def in_forward(self) -> bool:
         """True in the forward of its module."""
         return bool(self._raw._training_state == TrainingState.FORWARD)
+
+    @property
+    def in_pass(self) -> bool:
+        """True in the forward and backward of its module, whose all-gathers FSDP2 runs in a separate stream."""
+        return self._raw._training_state in (TrainingState.FORWARD, TrainingState.PRE_BACKWARD)
 
     @property
     def frees_after_forward(self) -> bool:
@@ -391,90 +362,6 @@ class Group:
 
         raw.pre_backward = pre_backward
 
-    def gather_in_place(
-        self, fit: Callable[[Group], bool], gather: Callable[[Group, Sequence[Tensor]], None], dtype: torch.dtype | None
-    ) -> None:
-        """Gather by `gather`, which fills the memory of the group's parameters, if the group is `fit` for it.
-
-        `gather` gets flat tensors of all ranks' rows, in the order of `parameters`, of `dtype` (None: the shards'). It runs in
-        the all-gather stream, after all work enqueued on the compute stream. An asynchronous `unshard` by the user uses FSDP2's
-        all-gather.
-        """
-        _InPlaceGathering(self, fit, gather, dtype).install()
-
-
-class _InPlaceGathering:
-    """The in-place all-gathers of one group; FSDP2's if the group is not fit for them."""
-
-    def __init__(
-        self,
-        group: Group,
-        fit: Callable[[Group], bool],
-        gather: Callable[[Group, Sequence[Tensor]], None],
-        dtype: torch.dtype | None,
-    ) -> None:
-        self.group, self.raw, self.fit, self.gather, self.dtype = group, group._raw, fit, gather, dtype
-        self.plain_unshard, self.plain_wait = self.raw.unshard, self.raw.wait_for_unshard
-        self.plain_finalize = self.raw.finalize_backward
-
-    def install(self) -> None:
-        """Replace FSDP2's all-gather of the group, and free the memory after FSDP2's cleanup at the end of a backward."""
-        self.raw.unshard, self.raw.wait_for_unshard = self.unshard, self.wait_for_unshard
-        self.raw.finalize_backward = self.finalize_backward
-
-    def unshard(self, async_op: bool = False) -> None:
-        """Start to gather, unless that is done or pending."""
-        raw = self.raw
-        unwanted = not raw.unshard_in_backward and raw._training_state == TrainingState.PRE_BACKWARD
-        if async_op or self.group.is_there or unwanted or not self._is_fit():
-            self.plain_unshard(async_op)
-            return
-        with record_function(f"FSDP::all_gather ({self.group.name})"):
-            raw._all_gather_result = self._gather()
-
-    @torch.inference_mode(False)
-    def wait_for_unshard(self) -> None:
-        """Have the current stream wait for the all-gather, and register the unsharded parameters."""
-        raw = self.raw
-        result = raw._all_gather_result
-        if not isinstance(result, InPlace):
-            self.plain_wait()
-            return
-        if raw._training_state == TrainingState.FORWARD and (before := raw.comm_ctx.all_gather_state) is not None:
-            # FSDP2 holds the buffer of the previous part until the next part has waited.
-            for stream in raw.comm_ctx.get_all_gather_streams(False, TrainingState.FORWARD):
-                stream.wait_event(before.event)
-            raw.comm_ctx.all_gather_state = None
-        self.group.device.current_stream().wait_event(result.all_gather_event)
-        for parameter in raw.fsdp_params:
-            parameter.init_unsharded_param()
-        raw._to_unsharded()
-        raw._all_gather_result = None
-
-    def finalize_backward(self) -> None:
-        """End a backward. A prefetched all-gather that nothing used is freed, as FSDP2 frees its buffer."""
-        left = isinstance(self.raw._all_gather_result, InPlace)
-        self.plain_finalize()  # has the current stream wait
-        if left:
-            for parameter in self.group.parameters:
-                parameter.free()
-
-    def _is_fit(self) -> bool:
-        """True if FSDP2 would only cast and gather, and the caller agrees; the same on all ranks."""
-        return type(self.raw._all_gather_comm) is DefaultAllGather and self.fit(self.group)
-
-    @torch.no_grad()
-    def _gather(self) -> InPlace:
-        raw = self.raw
-        ranks, device = self.group.ranks.size(), self.group.device
-        wholes = [parameter.allocate(ranks, self.dtype) for parameter in self.group.parameters]
-        _, stream = raw.comm_ctx.get_all_gather_streams(False, raw._training_state)
-        stream.wait_stream(device.current_stream())  # the compute stream may still use memory that it has freed
-        # Autograd has saved views of a matrix that is freed and regathered, with the same values.
-        with device.stream(stream), _unsafe_preserve_version_counter(tuple(wholes)):
-            self.gather(self.group, wholes)
-            return InPlace(wholes[0], stream.record_event(), None, [], [], [])
-
 
 def group_of(module: FSDPModule) -> Group | None:
     """The group of a module's direct parameters, the same object each time; None without any."""
@@ -523,12 +410,6 @@ def end_passes(modules: Iterable[FSDPModule]) -> None:
             group._training_state = TrainingState.IDLE
             group.wait_for_unshard()
             FSDPModule.reshard(module)
-
-
-def _resize(tensor: Tensor, size: int) -> None:
-    """Resize a tensor's storage to `size` bytes, without a new allocation if it has them."""
-    if (storage := tensor.untyped_storage()).size() != size:
-        storage.resize_(size)
 
 
 def _held(gradient: DTensor, whole: DTensor) -> Tensor:

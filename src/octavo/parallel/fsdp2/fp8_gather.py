@@ -125,7 +125,6 @@ def _shared(parameter: Parameter, group: Group, forward: _Mode) -> _SharedWeight
     state = _state_of(parameter.module, parameter.name)
     if state is None or state.stored is not None:  # FP8 bytes, which FSDP2 gathers without a cast
         return None
-    parameter.pad()
     weight = _SharedWeight(parameter, group, state, forward)
     # A weak reference: Python's garbage collector does not track a tensor with views, so a reference to the model would never
     # be freed. The block's hook holds the object alive.
