@@ -409,6 +409,22 @@ def test_weights_whose_shards_are_replaced_are_gathered_in_fp8_by_their_values(h
         assert all(torch.equal(found[name], those[name]) for name in those)
 
 
+def with_another_dtype():
+    """The answer to a change of dtype after a forward."""
+    model, ids = start()
+    with torch.no_grad(), fp8_autocast(fp8_recipe=CurrentScaling()):
+        model(input_ids=ids)
+    with pytest.raises(InputError) as error:
+        model.to(torch.bfloat16)
+    return str(error.value)
+
+
+def test_another_dtype_is_refused_once_the_model_has_run():
+    for message in ranks.run(2, with_another_dtype):
+        assert "was torch.float32 and is torch.bfloat16" in message
+        assert "params_dtype = torch.bfloat16 to octavo.transform" in message
+
+
 def read_by_itself():
     """What code sees that reads the weight of an FP8 layer instead of calling the layer."""
     model, ids = start()

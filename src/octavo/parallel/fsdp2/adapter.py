@@ -178,13 +178,19 @@ class Parameter:
         """Gather what `before` returns for the padded shard, and build the parameter by `after`: PyTorch's tensor extensions.
 
         FSDP2 looks for them before its first all-gather. They are attributes of the shard, which `Module.to` and
-        `load_state_dict(assign=True)` replace: FSDP2 then calls `reset_sharded_param`, and the new tensor gets them.
+        `load_state_dict(assign=True)` replace: FSDP2 then calls `reset_sharded_param`, and the new tensor gets them. Another
+        dtype would need other memory, which FSDP2 does not allocate again.
         """
-        raw, reset = self._raw, self._raw.reset_sharded_param
+        raw, reset, dtype = self._raw, self._raw.reset_sharded_param, self._raw.sharded_param.dtype
 
         def extended() -> None:
             reset()
             tensor = raw.sharded_param._local_tensor
+            if tensor.dtype != dtype and raw.all_gather_outputs:
+                raise InputError(
+                    f"{type(self.module).__name__}.{self.name} was {dtype} and is {tensor.dtype}: a sharded model keeps its "
+                    f"dtype. Give params_dtype = {tensor.dtype} to octavo.transform, or convert octavo.to_huggingface(model)."
+                )
             tensor.fsdp_pre_all_gather, tensor.fsdp_post_all_gather = before, after
 
         raw.reset_sharded_param = extended
