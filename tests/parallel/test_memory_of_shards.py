@@ -29,6 +29,23 @@ SIZES = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hid
 EXPERTS = {"model_type": "mixtral", "num_local_experts": 4, "sliding_window": None}
 
 
+def group(module):
+    """FSDP2's parameters of a module."""
+    return module._get_fsdp_state()._fsdp_param_group.fsdp_params
+
+
+def gathered(module):
+    """Bytes of a block's weights, gathered or being gathered."""
+    tensors = {}
+    for part in (*experts_in(module), module):
+        received = part._get_fsdp_state()._fsdp_param_group._all_gather_result
+        found = [] if received is None or received.all_gather_output is None else [received.all_gather_output]
+        for parameter in group(part):
+            found += [*parameter.all_gather_outputs, *parameter._unsharded_inner_tensors]
+        tensors |= {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in found}
+    return sum(tensors.values())
+
+
 def held_by_fsdp(recipe_name, sizes):
     """Bytes on this rank: of a gathered block, shards in FP8, gathered embedding, norm and head, a micro-batch's gradients."""
     world.init({})
@@ -36,16 +53,6 @@ def held_by_fsdp(recipe_name, sizes):
     model = build(torch.bfloat16, recipe, sizes=sizes)
     found = {}
     ends = model.embedding, model.head  # the norm is in the group of the head
-
-    def group(module):
-        return module._get_fsdp_state()._fsdp_param_group.fsdp_params
-
-    def gathered(module):
-        tensors = {}
-        for parameter in (p for part in (*experts_in(module), module) for p in group(part)):
-            for tensor in [*parameter.all_gather_outputs, *parameter._unsharded_inner_tensors]:
-                tensors[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return sum(tensors.values())
 
     def note(*_):
         found["block"] = gathered(model.layers[1])
@@ -88,6 +95,46 @@ def test_gathered_weights_and_whole_gradients(recipe, experts):
         assert found["root"] == pytest.approx(saved.root_parameters(spec) * 2, rel=0.01)
         assert found["whole gradients"] == memory._whole_gradients(setup, spec) == 4 * saved.parameters(spec)
         assert found["shards"] == memory.exact_bytes(saved.parameters(spec), 4, 2) // 4
+
+
+def held_in_backward(recipe_name, degrees):
+    """Bytes on this rank where the backward of each block's experts begins: of each gathered block, and of its gradients."""
+    world.init(degrees)
+    recipe = None if recipe_name is None else RECIPES[recipe_name]()
+    model = build(torch.bfloat16, recipe, sizes=SIZES | EXPERTS)
+    found = []
+
+    def note(*_):
+        of_blocks = [[p.grad.to_local().nbytes for p in block.parameters() if p.grad is not None] for block in model.layers]
+        found.append((*map(gathered, model.layers), *map(sum, of_blocks)))
+
+    for block in model.layers:
+        for experts in experts_in(block):
+            experts.register_forward_hook(lambda _, __, y: y.register_hook(note) and None)  # after FSDP2's own hook
+    ids = torch.randint(0, 96, (1, 16))
+    with fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe):
+        model(input_ids=ids, labels=ids, num_items_in_batch=30).loss.backward()
+    return found
+
+
+@pytest.mark.parametrize("recipe", [None, "delayed", "rowwise"])
+@pytest.mark.parametrize("expert", [1, 2])
+def test_weights_and_gradients_in_the_backward_of_experts(recipe, expert):
+    spec = spec_of(llama_config(**SIZES | EXPERTS))
+    blocks = (BlockRecipes(*(recipe,) * 4),) * 3 if recipe else ()
+    setup = Setup(spec, saved.parameters(spec), 1, 16, blocks=blocks, world=2, shard=2, expert=expert)
+    gradients = 4 * saved.block_parameters(spec) / 2
+    block, ahead = (memory._gathered_block(setup, spec, ahead=ahead) for ahead in (False, True))
+    assert ahead < block / 3 if expert == 2 else ahead > block / 3
+    for found in ranks.run(2, held_in_backward, recipe, {} if expert == 1 else {"expert_parallel_degree": 2}):
+        last, middle, first = found
+        assert last[:3] == pytest.approx((0, ahead, block), rel=0.01)
+        assert middle[:3] == pytest.approx((ahead, block, 0), rel=0.01)
+        assert first[:3] == pytest.approx((block, 0, 0), rel=0.01)
+        # A block being reduced has its shards already.
+        assert last[3:] == (0, 0, 0)
+        assert middle[3:] == pytest.approx((0, 0, gradients), rel=0.01)
+        assert first[3:] == pytest.approx((0, gradients, gradients), rel=0.01)
 
 
 def casts_of_a_weight(sharded):

@@ -101,7 +101,7 @@ PLANS = {
     "70B on 64": (["llama-70b", "h100 sxm", 64, 8192, 512, 1, "true"], {"train.micro_batch": 8, "train.offload": True}),
     "70B on 64, sharded over 8": (
         ["llama-70b", "h100 sxm", 64, 8192, 512, 1, "true", "parallel.hybrid_shard_degree=8"],
-        {"parallel.hybrid_shard_degree": 32, "parallel.sync_each_micro_batch": True},
+        {"parallel.hybrid_shard_degree": 32, "train.micro_batch": 8, "train.offload": True},
     ),
     "8B on 1": (
         ["llama-8b", "h100 sxm", 1, 8192, 64, 8, "false"],
@@ -131,7 +131,7 @@ PLANS = {
         {"train.micro_batch": 8},
     ),
     "Mixtral on 16": (
-        ["mixtral-8x7b", "h100 sxm", 16, 8192, 64, 4, "true"],
+        ["mixtral-8x7b", "h100 sxm", 16, 8192, 80, 5, "true"],
         {"parallel.expert_parallel_degree": 2},
     ),
 }  # fmt: skip
@@ -262,7 +262,9 @@ def test_the_plan_says_how_long_blocks_stay_gathered_and_estimates_that(layers, 
     if gib is not None:
         assert plan.gathering.why.count(" GiB") == 2
         freed = estimate(dataclasses.replace(setup_of(plan), reshard=True)).parts["gathered weights"]
-        assert (found.estimate.parts["gathered weights"] - freed) / GIB == pytest.approx(gib * (layers - 2) / layers, rel=0.02)
+        there = 2 if "fp8.enabled=false" in more else 1.5  # blocks at a time: the next one is received in one of two layouts
+        expected = pytest.approx(gib * (layers - there) / layers, rel=0.02)
+        assert (found.estimate.parts["gathered weights"] - freed) / GIB == expected
     answer = dry(run, capsys, "--world-size", "2", "--gpu", gpu, *chosen)["memory"]
     assert answer["reshard_after_forward"] == (gib is None)
     assert dry(run, capsys, "--gpu", gpu, *chosen)["memory"]["reshard_after_forward"] is None

@@ -3,7 +3,7 @@
 A step has four moments that can be its peak: the output head (all activations, one chunk of logits), the last and the first
 block in backward (activations are freed, gradients allocated), and the end of backward. With offloading there is a fifth: the
 backward of block `horizon` + 1, the last with that many blocks loaded ahead. Each is summed by part; the largest is the peak.
-On one GPU the sums are within 1% of most measured peaks, and 2.5% of all; over two within 4%, with experts 9%
+On one GPU the sums are within 1% of most measured peaks, and 2.5% of all; over two within 3%, with experts too
 (`tests/plan/test_memory.py`). Frozen parameters have neither gradients nor states, but their layers count as if they saved for
 a weight gradient. Not counted: memory outside the allocator and fragmentation (`USABLE` leaves room for them), and the larger
 temporaries of a CPU's reference kernels. Activations of a model's original code are unknown, and not guessed.
@@ -187,7 +187,7 @@ def _moments(setup: Setup, spec: ModelSpec) -> Iterator[tuple[str, dict[str, int
     # Gradients being reduced: those of the previous block, or of an untied head.
     early = setup.sharded and not spec.tied
     share_of_head = math.ceil(matrix / setup.shard) * setup.params_bytes
-    of_block = (trained_of_block - _not_summed(setup, spec)) * setup.reduce_bytes + block if setup.sharded else 0
+    of_block = (trained_of_block - _not_summed(setup, spec)) * setup.reduce_bytes if setup.sharded else 0
     end = spec.layers - 1
     # The last offloaded activations loaded ahead coincide with the gradients of most blocks. Not if blocks are recomputed:
     # they save little, and the estimate of the last moment exceeds the measured peaks.
@@ -204,7 +204,9 @@ def _moments(setup: Setup, spec: ModelSpec) -> Iterator[tuple[str, dict[str, int
         )
         ahead = sum(away[one] for one in setup.recipes[max(0, index - setup.horizon) : index])
         done = 0 if setup.accumulates else (end - index) * block
-        summed = matrix * _travelling(setup) + share_of_head if last and early else of_block
+        # Of a block being reduced `done` has the sum, except in accumulation.
+        sum_of_block = block if setup.sharded and not done else 0
+        summed = matrix * _travelling(setup) + share_of_head if last and early else of_block + sum_of_block
         head = (0 if last else share_of_head) if early else of_head
         yield (
             f"in the backward of {place}",
@@ -311,8 +313,13 @@ def _peer_memory(setup: Setup, spec: ModelSpec) -> int:
 def _not_summed(setup: Setup, spec: ModelSpec) -> int:
     """Trained parameters of a block whose gradients need no reduction buffer: of experts elsewhere, or on a single rank."""
     experts = parameters_of_experts(spec)
-    alone = 1 < setup.expert == setup.shard * setup.tensor and not setup.replicated
+    alone = _whole_experts(setup) and not setup.replicated
     return experts if alone and setup.frozen_of_block < experts else _elsewhere(setup, spec)
+
+
+def _whole_experts(setup: Setup) -> bool:
+    """True if each expert is whole on a rank: FSDP2's group of its shards is that rank."""
+    return 1 < setup.expert == setup.shard * setup.tensor
 
 
 def _elsewhere(setup: Setup, spec: ModelSpec) -> int:
@@ -340,12 +347,25 @@ def _cast_shards(setup: Setup, spec: ModelSpec) -> int:
     return math.ceil(sum(sum(_fp8_sizes(every_expert, spec, recipes)) for recipes in setup.recipes) / setup.shard)
 
 
-def _gathered_block(setup: Setup, spec: ModelSpec) -> int:
-    """Bytes of a gathered block: FP8 weights with one scale in both layouts, stored ones in one."""
-    fp8 = sum(_fp8_sizes(setup, spec, setup.recipes[-1]))
-    shapes = zip(setup.recipes[-1], weight_shapes(setup, spec), strict=True) if setup.stored else ()
-    stored = sum(rows * columns for name, (rows, columns) in shapes if name is not None)
-    return LAYOUTS * fp8 + stored + (local_block_parameters(setup, spec) - fp8 - stored) * block_bytes(setup)
+def _gathered_block(setup: Setup, spec: ModelSpec, *, ahead: bool = False) -> int:
+    """Bytes of a gathered block: FP8 weights with one scale in both layouts, stored ones in one.
+
+    ahead: of the next block, as it is received: FP8 in one layout, and nothing of whole experts, which FSDP2 copies when they
+    run.
+    """
+    sizes, others = [rows * columns for rows, columns in weight_shapes(setup, spec)], block_bytes(setup)
+    in_fp8 = 1 if ahead or setup.stored else LAYOUTS
+    matrices = [
+        size * (in_fp8 if _is_gathered_in_fp8(setup, name) else others)
+        for size, name in zip(sizes, setup.recipes[-1], strict=True)
+    ]
+    rest = (local_block_parameters(setup, spec) - sum(sizes)) * others
+    return rest + sum(matrices[:2] if ahead and spec.experts and _whole_experts(setup) else matrices)
+
+
+def _is_gathered_in_fp8(setup: Setup, name: str | None) -> bool:
+    """True if a block's matrix with this recipe is gathered in FP8: stored in it, or cast with one scale."""
+    return name is not None if setup.stored else has_one_scale(recipe_of(name))
 
 
 def _gathered(setup: Setup, spec: ModelSpec) -> tuple[int, int]:
@@ -355,4 +375,4 @@ def _gathered(setup: Setup, spec: ModelSpec) -> tuple[int, int]:
     root, block = root_parameters(spec) * setup.gather_bytes, _gathered_block(setup, spec)
     if gathers_fp8(setup) and not setup.stored:  # autograd's placeholder of FP8 weights, shared by all
         root += max(_fp8_sizes(setup, spec, setup.recipes[-1]), default=0) * setup.params_bytes
-    return (root, 2 * block) if setup.reshard else (root + spec.layers * block, 0)
+    return (root, block + _gathered_block(setup, spec, ahead=True)) if setup.reshard else (root + spec.layers * block, 0)
