@@ -15,7 +15,8 @@ H query heads, G key-value heads, D head dimension.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,12 +25,16 @@ from torch import Tensor
 from octavo.collectives import causal
 from octavo.collectives.context import ContextGroup, in_order, splits_heads
 from octavo.collectives.schedule import Earlier, Split, diagonal, earlier, ring
-from octavo.collectives.work import Pending, start_gather
+from octavo.collectives.work import Pending, start_collective, start_gather
 from octavo.errors import InputError, unknown
 from octavo.kernels.attention.cached import saved_once
 from octavo.kernels.attention.pattern import Pattern
 from octavo.kernels.attention.pieces import Attended, Gradients, attention, gradients
 from octavo.kernels.autograd import refuse_second_derivative
+
+T = TypeVar("T")
+Received = list[tuple[list[int], list[Tensor]]]
+"""Of each rank that sent any: the numbers of its chunks, and the chunks."""
 
 
 class _Call(NamedTuple):
@@ -241,47 +246,46 @@ class _Chunks:
         """kv [2, B, L, G, D] → the chunks that this rank reads, by number, [2, B, C, G, D] each; others are empty."""
         size = self.split.size
         local = dict(zip(self.split.chunks(), kv.chunk(2, 2), strict=True))
-        work, take = self._exchange([[local[number] for number in numbers] for numbers in self.sent], self.received, local)
 
-        def chunks() -> list[Tensor]:
-            chunk_of = local | {n: part for numbers, parts in take() for n, part in zip(numbers, parts, strict=True)}
+        def chunks(received: Received) -> list[Tensor]:
+            chunk_of = local | {n: part for numbers, parts in received for n, part in zip(numbers, parts, strict=True)}
             empty = kv.new_empty(2, kv.shape[1], 0, *kv.shape[3:])
             return [chunk_of.get(number, empty) for number in range(2 * size)]
 
-        return Pending([work], chunks)
+        sent = [[local[number] for number in numbers] for numbers in self.sent]
+        return self._exchange(sent, self.received, local, chunks)
 
     def reduce(self, parts: dict[int, Tensor], local: Tensor) -> Pending[Tensor]:
         """This rank's shares of the gradients of chunks → the sum of all ranks' shares of its two chunks, [2, B, L, G, D]."""
         numbers = self.split.chunks()
         shape = (2, local.shape[1], self.split.chunk, *local.shape[3:])
         mine = {number: parts.get(number, local.new_zeros(shape)) for number in numbers}
-        work, take = self._exchange([[parts[n] for n in chunks] for chunks in self.received], self.sent, mine)
 
-        def summed() -> Tensor:
-            for chunks, tensors in take():
+        def summed(received: Received) -> Tensor:
+            for chunks, tensors in received:
                 for number, tensor in zip(chunks, tensors, strict=True):
                     mine[number] = mine[number] + tensor
             return torch.cat([mine[number] for number in numbers], 2)
 
-        return Pending([work], summed)
+        return self._exchange([[parts[n] for n in chunks] for chunks in self.received], self.sent, mine, summed)
 
-    def _exchange(self, sent: list[list[Tensor]], received: list[list[int]], like: dict[int, Tensor]) -> tuple[Any, Any]:
-        """Send each rank its tensors. Returns the work, and a function for the (numbers, tensors) received from each rank."""
+    def _exchange(
+        self, sent: list[list[Tensor]], received: list[list[int]], like: dict[int, Tensor], finish: Callable[[Received], T]
+    ) -> Pending[T]:
+        """Send each rank its tensors, and receive chunks of these numbers from each. finish: computes the result."""
         some = next(iter(like.values()))
         if self.idle:
-            return None, list
+            return Pending([], lambda: finish([]))
         flat = [torch.stack(tensors).flatten() if tensors else some.new_empty(0) for tensors in sent]
         sizes = [len(numbers) * some.numel() for numbers in received]
         out = some.new_empty(sum(sizes))
-        work = dist.all_to_all_single(
-            out, torch.cat(flat), sizes, [part.numel() for part in flat], group=self.context.group, async_op=True
-        )
 
-        def take() -> list[tuple[list[int], list[Tensor]]]:
+        def result() -> T:
             pieces = zip(received, out.split(sizes), strict=True)
-            return [(numbers, list(part.view(len(numbers), *some.shape))) for numbers, part in pieces if numbers]
+            return finish([(numbers, list(part.view(len(numbers), *some.shape))) for numbers, part in pieces if numbers])
 
-        return work, take
+        exchanged = out, torch.cat(flat), sizes, [part.numel() for part in flat]
+        return start_collective(dist.all_to_all_single, [exchanged], self.context.group, result)
 
 
 class _Ring(torch.autograd.Function):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from octavo.collectives.context import ContextGroup, chunks_in_order
 from octavo.collectives.schedule import Split
-from octavo.collectives.work import Pending, start_gather
+from octavo.collectives.work import Pending, start_collective, start_gather
 from octavo.kernels.attention import pieces
 from octavo.kernels.attention.join import add_, add_up, join_
 
@@ -135,6 +135,5 @@ def _start_exchange(sent: Tensor, others: list[int], context: ContextGroup) -> P
     if not others:
         return Pending([], lambda: received)
     sizes = [sent[0].numel() if rank in others else 0 for rank in range(context.size)]
-    group = context.group
-    work = dist.all_to_all_single(received.view(-1), sent.view(-1), sizes, sizes, group=group, async_op=True)
-    return Pending([work], lambda: received, [sent])
+    exchanged = received.view(-1), sent.view(-1), sizes, sizes
+    return start_collective(dist.all_to_all_single, [exchanged], context.group, lambda: received)

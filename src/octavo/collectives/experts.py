@@ -9,13 +9,14 @@ H hidden_size.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from octavo.collectives.work import Pending, Ranks
+from octavo.collectives.work import Pending, Ranks, start_collective
 from octavo.kernels.experts.dispatch import narrow, widen
 
 
@@ -96,9 +97,10 @@ class Exchange:
     def _send(self, parts: tuple[Tensor, ...], leaving: list[int], arriving: list[int], dtype: torch.dtype) -> Pending[Tensor]:
         sent = tuple(part.contiguous() for part in parts)
         received = tuple(part.new_empty(sum(arriving), part.shape[1]) for part in sent)
-        works: list[dist.Work | None] = []
-        for into, part in zip(received, sent, strict=True):
-            as_bytes = into.view(torch.uint8), part.view(torch.uint8)  # gloo does not know every dtype
-            works.append(dist.all_to_all_single(*as_bytes, arriving, leaving, group=self.group.group, async_op=True))
+        as_bytes = [  # gloo does not know every dtype
+            (into.view(torch.uint8), part.view(torch.uint8), arriving, leaving)
+            for into, part in zip(received, sent, strict=True)
+        ]
         rows, *scale_inv = received  # of FP8
-        return Pending(works, lambda: widen(rows, scale_inv[0], dtype) if scale_inv else rows, sent)
+        finish = functools.partial(widen, rows, scale_inv[0], dtype) if scale_inv else lambda: rows
+        return start_collective(dist.all_to_all_single, as_bytes, self.group.group, finish)

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from octavo.collectives.copies import LEAST_BYTES, Exchange, PeerMemory, by_copies, choices, reach
-from octavo.collectives.work import Pending, Ranks, reduce_scatter, start_gather
+from octavo.collectives.work import Pending, Ranks, reduce_scatter, start_collective, start_gather
 from octavo.kernels.attention.join import add_up
 
 
@@ -85,8 +85,7 @@ class TensorGroup(Ranks):
 
     def _reducing(self, parts: Tensor) -> Pending[Tensor]:
         out = parts.new_empty(parts.shape[0] // self.size, *parts.shape[1:])
-        work = reduce_scatter(out.view(-1), parts.view(-1), group=self.group, async_op=True)
-        return Pending([work], lambda: out, [parts])
+        return start_collective(reduce_scatter, [(out.view(-1), parts.view(-1))], self.group, lambda: out)
 
     def _adding(self, memory: PeerMemory, parts: Tensor) -> Pending[Tensor]:
         of_ranks = parts.chunk(self.size)

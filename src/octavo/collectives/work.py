@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, Self, TypeVar
 
@@ -42,10 +44,10 @@ class Ranks:
 class Pending(Generic[T]):
     """Pending collectives; call `wait` once for their result.
 
-    finish: computes the result when all works are complete. held: the sent tensors, which are referenced until then.
+    finish: computes the result when all works are complete. held: tensors that are referenced until then, as the sent ones.
     """
 
-    def __init__(self, works: Sequence[dist.Work | None], finish: Callable[[], T], held: Sequence[Tensor] = ()) -> None:
+    def __init__(self, works: Sequence[dist.Work | None], finish: Callable[[], T], held: Sequence[object] = ()) -> None:
         self._works, self._finish, self._held = works, finish, held
 
     def wait(self) -> T:
@@ -58,8 +60,15 @@ class Pending(Generic[T]):
         return finish()
 
 
+def start_collective(
+    collective: Callable[..., Any], calls: Sequence[Sequence[Any]], group: dist.ProcessGroup, finish: Callable[[], T]
+) -> Pending[T]:
+    """Start a collective for each of `calls`, its positional arguments. finish: as in `Pending`, which holds the arguments."""
+    works = itertools.starmap(functools.partial(collective, group=group, async_op=True), calls)
+    return Pending([*works], finish, calls)
+
+
 def start_gather(x: Tensor, group: dist.ProcessGroup) -> Pending[Tensor]:
     """Start to all-gather `x`, contiguous: [n, *x.shape]."""
     out = x.new_empty(dist.get_world_size(group), *x.shape)
-    work = all_gather(out.view(-1), x.view(-1), group=group, async_op=True)
-    return Pending([work], lambda: out, [x])
+    return start_collective(all_gather, [(out.view(-1), x.view(-1))], group, lambda: out)

@@ -142,8 +142,9 @@ def _join(amaxes: Tensor, group: dist.ProcessGroup | None) -> None:
     work = dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=group, async_op=amaxes.device.type == "cpu")
     if work is not None:
         work.wait()
-        # In a backward it refers to a Python object. If gloo's thread released it last, that thread would need the GIL, and a
-        # process that ends after a backward would hang: DistributedDataParallel joins the thread while it holds the GIL.
+        # Held longer than a `Pending` holds it: in a backward it refers to a Python object. If gloo's thread released it last,
+        # that thread would need the GIL, and a process that ends after a backward would hang: DistributedDataParallel joins the
+        # thread while it holds the GIL.
         _threads.here().joined = work
 
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from octavo.collectives.work import Pending, start_collective
 from octavo.errors import InputError
 from octavo.kernels.autograd import at_attention
 from octavo.parallel.storages import SOLE_OWNER, reference_count
@@ -62,7 +63,7 @@ class Average:
         self._ready: set[Tensor] = set()
         self._next = 0  # index of the first large gradient not added to a group yet
         self._group: list[Tensor] = []  # shares of the incomplete group
-        self._works: list[dist.Work] = []
+        self._pending: list[Pending[None]] = []
         for parameter in parameters:
             value = parameter.detach().contiguous()
             dist.broadcast(value, group=group, group_src=0)
@@ -144,7 +145,7 @@ class Average:
 
     def _restart(self) -> None:
         self._ready.clear()
-        self._works.clear()
+        self._pending.clear()
         self._group = []
         self._next = 0
 
@@ -178,8 +179,7 @@ class Average:
         """Begin to average the ranks' shares on one device, under NCCL with one call per dtype."""
         if not self.recordable:
             torch._foreach_mul_(shares, 1 / self.ranks)
-            works = [dist.all_reduce(share, group=self.group, async_op=True) for share in shares]
-            self._works += [work for work in works if work is not None]  # this rank is in the group
+            self._pending.append(start_collective(dist.all_reduce, [(share,) for share in shares], self.group, lambda: None))
             return
         options = dist.AllreduceCoalescedOptions()
         options.asyncOp = True
@@ -188,7 +188,8 @@ class Average:
         for share in shares:
             share = torch.view_as_real(share) if share.is_complex() else share
             by_dtype.setdefault(share.dtype, []).append(share)
-        self._works += [self.group.allreduce_coalesced(of_dtype, options) for of_dtype in by_dtype.values()]
+        works = [self.group.allreduce_coalesced(of_dtype, options) for of_dtype in by_dtype.values()]
+        self._pending.append(Pending(works, lambda: None, shares))
 
     def _finish(self, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Reduce the remaining gradients, and wait."""
@@ -207,9 +208,9 @@ class Average:
         for bucket in self._buckets:
             self._sum([bucket])
         meanwhile()
-        for work in self._works:
-            work.wait()
-        self._works.clear()
+        for reduction in self._pending:
+            reduction.wait()
+        self._pending.clear()
 
 
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:
