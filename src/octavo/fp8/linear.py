@@ -14,6 +14,10 @@ their layers, which have the kernels that produce the operands:
                 ctx.save_for_backward(*gemms.saved(x, w, weight))
     backward    dx, dw, db = gemms.gradients(producer_of_dy, ctx.saved_tensors)
                 or, with other kernels between them, `operands`, `grad_output`, `grad_input` and `grad_weight`
+
+Experts come in two forms, whose products are the same launches (`octavo.kernels.experts.gemm`). Those of an MoE layer are one
+stacked parameter and one use, with routes on the device (`octavo.fp8.experts`). Those of Transformer Engine's `GroupedLinear`
+are separate parameters with separate FP8 states, by which checkpoints name them, and splits on the host: `GroupedGemms`.
 """
 
 from __future__ import annotations
@@ -30,10 +34,15 @@ from octavo.kernels.experts.gemm import grouped_mm_of_each, grouped_mm_of_splits
 from octavo.kernels.quantize.cast import transpose
 from octavo.kernels.quantize.quantized import NOTHING, QuantizedTensor
 
+_PARTS = len(QuantizedTensor._fields)
+SAVED = 2 * _PARTS
+"""Entries of `LinearGemms.saved`."""
 
-def operands(saved: Sequence[Tensor | None]) -> tuple[QuantizedTensor, QuantizedTensor]:
-    """Input and weight of a product, as `LinearGemms.saved` gave them."""
-    return QuantizedTensor(*saved[:4]), QuantizedTensor(*saved[4:8])
+
+def operands(saved: Sequence[Tensor | None], use: int = 0) -> tuple[QuantizedTensor, QuantizedTensor]:
+    """Input and weight of a product, as `LinearGemms.saved` gave them; use: index of it where those of several follow."""
+    first = SAVED * use
+    return QuantizedTensor(*saved[first : first + _PARTS]), QuantizedTensor(*saved[first + _PARTS : first + SAVED])
 
 
 class LinearGemms(LinearQuantizer):
@@ -67,13 +76,13 @@ class LinearGemms(LinearQuantizer):
         return y, x, w
 
     def gradients(
-        self, producer: Producer, saved: Sequence[Tensor | None], *, slot_index: Tensor | None = None
+        self, producer: Producer, saved: Sequence[Tensor | None], use: int = 0, *, slot_index: Tensor | None = None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """dx [M, K], dw [N, K] and db [N], None where not wanted.
 
-        producer: of dy [M, N]. With a bias it is a `DenseOperand` with its column sum. saved: of `LinearGemms.saved`.
+        producer: of dy [M, N]. With a bias it is a `DenseOperand` with its column sum. saved, use: as in `operands`.
         """
-        x, w = operands(saved)
+        x, w = operands(saved, use)
         dy = self.grad_output(producer, slot_index=slot_index)
         db = producer.column_sum() if self.wants_bias and isinstance(producer, DenseOperand) else None
         dx, dw = self.both_gradients(dy, x, w)
@@ -126,13 +135,34 @@ def saved_input_bytes(
 class GroupedGemms:
     """The products of several experts, which share only a recipe: each has a separate `LinearGemms`.
 
-    Outputs and input gradients of all experts are one launch whenever those of stacked experts are
-    (`octavo.kernels.experts.gemm`); weight gradients are one product an expert.
+    Casts and weight gradients are one an expert; outputs and input gradients of all are one launch whenever those of stacked
+    experts are.
     """
 
     def __init__(self, experts: Sequence[LinearGemms], splits: list[int]) -> None:
         self.experts, self.splits = experts, splits
         self.recipe, self.out_dtype = experts[0].recipe, experts[0].out_dtype
+
+    def want(self, x: bool, weights: Sequence[bool], biases: Sequence[bool]) -> None:
+        """As `LinearGemms.want`, of each expert."""
+        for expert, weight, bias in zip(self.experts, weights, biases, strict=True):
+            expert.want(x, weight, bias)
+
+    def inputs(self, rows: Tensor) -> list[QuantizedTensor]:
+        """The input of each expert, from the rows [M, K] of all."""
+        parts = zip(self.experts, rows.split(self.splits), strict=True)
+        return [expert.input(DenseOperand(part)) for expert, part in parts]
+
+    def weights(self, weights: Sequence[Tensor]) -> list[QuantizedTensor]:
+        """The weight of each expert."""
+        return [expert.weight(weight) for expert, weight in zip(self.experts, weights, strict=True)]
+
+    def saved(
+        self, x: Sequence[QuantizedTensor], w: Sequence[QuantizedTensor], weights: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        """Entries of `save_for_backward`: `LinearGemms.saved` of each expert."""
+        of_experts = zip(self.experts, x, w, weights, strict=True)
+        return [tensor for expert, x_q, w_q, weight in of_experts for tensor in expert.saved(x_q, w_q, weight)]
 
     def output(
         self, rows: Tensor, x: Sequence[QuantizedTensor], w: Sequence[QuantizedTensor], biases: Sequence[Tensor | None]
@@ -147,7 +177,20 @@ class GroupedGemms:
                 part.add_(bias.to(part.dtype))
         return y
 
-    def grad_input(self, rows: Tensor, dy: Sequence[QuantizedTensor], w: Sequence[QuantizedTensor]) -> Tensor:
+    def gradients(
+        self, rows: Tensor, saved: Sequence[Tensor | None]
+    ) -> tuple[Tensor | None, list[Tensor | None], list[Tensor | None]]:
+        """dx [M, K] of all experts, and dw [N, K] and db [N] of each, None where not wanted. rows: dy [M, N] of all."""
+        rows = rows.contiguous() if self.recipe is None else rows
+        x, w = zip(*(operands(saved, use) for use in range(len(self.experts))), strict=True)
+        parts = rows.split(self.splits)
+        dy = [expert.grad_output(DenseOperand(part)) for expert, part in zip(self.experts, parts, strict=True)]
+        of_experts = [*zip(self.experts, dy, x, parts, strict=True)]
+        dw = [expert.grad_weight(d, x, recurring=False) if expert.wants_weight else None for expert, d, x, _ in of_experts]
+        dx = self._grad_input(rows, dy, w) if self.experts[0].wants_x else None
+        return dx, dw, [part.sum(0, dtype=torch.float32) if expert.wants_bias else None for expert, _, _, part in of_experts]
+
+    def _grad_input(self, rows: Tensor, dy: Sequence[QuantizedTensor], w: Sequence[QuantizedTensor]) -> Tensor:
         """dx [M, K] of all experts. rows: the gradients [M, N] before the casts. w: as saved."""
         w = [expert.restored_weight(saved) for expert, saved in zip(self.experts, w, strict=True)]
         if self.recipe is None:

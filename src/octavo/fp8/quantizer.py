@@ -296,7 +296,7 @@ class LinearQuantizer:
         return w
 
     def saved(self, x: QuantizedTensor, w: QuantizedTensor, weight: Tensor) -> tuple[Tensor | None, ...]:
-        """Eight entries of `save_for_backward`: the parts of both operands that backward reads. `operands` is the inverse.
+        """Entries of `save_for_backward`: the parts of both operands that backward reads. `operands` is the inverse.
 
         weight: the parameter, which takes no extra memory. It is saved if `w` has no columnwise layout.
         """

@@ -41,7 +41,7 @@ from octavo.collectives.tensor import Gathering, TensorGroup, narrowed, widened
 from octavo.collectives.work import Pending
 from octavo.errors import InputError
 from octavo.fp8.linear import LinearGemms, operands
-from octavo.fp8.quantizer import DenseOperand, Producer, has_one_scale, quantize
+from octavo.fp8.quantizer import Producer, has_one_scale, quantize
 from octavo.fp8.recipe import Cast, Granularity, Operand, Recipe
 from octavo.fp8.scaling import ModuleState
 from octavo.kernels.quantize.cast import transpose
@@ -267,16 +267,13 @@ class ColumnParallelGemms(_TensorGemms):
         inputs = x if self.wants_weight or self.recomputes_output else NOTHING
         if self._of_rows and not self.recomputes_output:
             inputs = QuantizedTensor(None, None, *inputs[2:])
-        return *inputs, *super().saved(NOTHING, w, weight)[4:]
+        return *inputs, *operands(super().saved(NOTHING, w, weight))[1]
 
     def gradients(
-        self, producer: Producer, saved: Sequence[Tensor | None], *, slot_index: Tensor | None = None
+        self, producer: Producer, saved: Sequence[Tensor | None], use: int = 0, *, slot_index: Tensor | None = None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """dx [m, K], dw [N / n, K] and db [N / n]; producer: of dy [n · m, N / n]."""
-        x, w = operands(saved)
-        dy = self.grad_output(producer, slot_index=slot_index)
-        db = producer.column_sum() if self.wants_bias and isinstance(producer, DenseOperand) else None
-        dx, dw = self.both_gradients(dy, x, w)
+        dx, dw, db = super().gradients(producer, saved, use, slot_index=slot_index)
         return dx, dw, self._complete(db)
 
     def both_gradients(

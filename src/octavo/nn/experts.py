@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from octavo.collectives.experts import Exchange, ExpertGroup
 from octavo.fp8 import autocast
 from octavo.fp8.experts import ExpertsGemms, PermutedRows
-from octavo.fp8.linear import operands, saved_input_bytes
+from octavo.fp8.linear import SAVED, operands, saved_input_bytes
 from octavo.fp8.quantizer import active_recipe, repeats_input, restored_weight_bytes
 from octavo.fp8.scaling import ModuleState
 from octavo.kernels.activation import is_gated
@@ -204,7 +204,7 @@ class _ExpertsFunction(torch.autograd.Function):
         ] = ctx.call
         tile, splits, fc1, fc2, curve, exchange, fp8, adapters = call
         tokens, rows, experts, ends, weights, x, hidden, *saved = ctx.saved_tensors
-        (x_q, w1), (activated, w2) = operands(saved[:8]), operands(saved[8:16])
+        (x_q, w1), (activated, w2) = operands(saved), operands(saved, 1)
         routes = Routes(tokens, rows, experts, ends, tile, splits)
         refuse_second_derivative("these layers")
         fc1.routes = fc2.routes = routes
@@ -212,7 +212,7 @@ class _ExpertsFunction(torch.autograd.Function):
         second = fc2.restored_weight(w2) if fc2.wants_x else NOTHING
         dy = dy if flight is None else flight.wait()
         dy_q = fc2.grad_output(PermutedRows(dy, routes))
-        of_adapters = _AdapterBackward(adapters, saved[16:], routes) if adapters else None
+        of_adapters = _AdapterBackward(adapters, saved[2 * SAVED :], routes) if adapters else None
         recompute = fc2.recomputed_input() if fc2.recasts else None
         dx = d_scores = d_w1 = d_w2 = None
         if fc2.wants_x:

@@ -7,7 +7,6 @@ gradient. The splits are read on the host, since shapes follow from them: the ho
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -17,8 +16,8 @@ from torch import Tensor, nn
 
 from octavo.errors import InputError
 from octavo.fp8 import autocast
-from octavo.fp8.linear import GroupedGemms, LinearGemms, operands
-from octavo.fp8.quantizer import DenseOperand, active_recipe
+from octavo.fp8.linear import GroupedGemms, LinearGemms
+from octavo.fp8.quantizer import active_recipe
 from octavo.fp8.recipe import Granularity
 from octavo.fp8.scaling import ModuleState
 from octavo.kernels.autograd import refuse_second_derivative
@@ -147,28 +146,16 @@ class _GroupedLinearFunction(torch.autograd.Function):
         n = len(gemms.experts)
         weights, biases = [weight for weight in parameters[:n] if weight is not None], parameters[n:]
         want_x, _, *wanted = ctx.needs_input_grad
-        for expert, weight, bias in zip(gemms.experts, wanted[:n], wanted[n:], strict=True):
-            expert.want(want_x, weight, bias)
+        gemms.want(want_x, wanted[:n], wanted[n:])
         with autocast.scales_of_forward():
-            xs = [expert.input(DenseOperand(part)) for expert, part in zip(gemms.experts, x.split(gemms.splits), strict=True)]
-            ws = [expert.weight(weight) for expert, weight in zip(gemms.experts, weights, strict=True)]
-        saved = [expert.saved(x_q, w_q, w) for expert, x_q, w_q, w in zip(gemms.experts, xs, ws, weights, strict=True)]
+            xs, ws = gemms.inputs(x), gemms.weights(weights)
         ctx.gemms = gemms
-        ctx.save_for_backward(*itertools.chain.from_iterable(saved))
+        ctx.save_for_backward(*gemms.saved(xs, ws, weights))
         return gemms.output(x, xs, ws, biases)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         gemms: GroupedGemms = ctx.gemms
         refuse_second_derivative("these layers")
-        tensors = ctx.saved_tensors
-        xs, ws = zip(*(operands(tensors[i : i + 8]) for i in range(0, len(tensors), 8)), strict=True)
-        dy = dy.contiguous() if gemms.recipe is None else dy
-        parts = dy.split(gemms.splits)
-        dys = [expert.grad_output(DenseOperand(part)) for expert, part in zip(gemms.experts, parts, strict=True)]
-        pairs = zip(gemms.experts, dys, xs, strict=True)
-        dw = [expert.grad_weight(*pair, recurring=False) if expert.wants_weight else None for expert, *pair in pairs]
-        dx = gemms.grad_input(dy, dys, ws) if ctx.needs_input_grad[0] else None
-        ones = zip(gemms.experts, parts, strict=True)
-        db = [part.sum(0, dtype=torch.float32) if expert.wants_bias else None for expert, part in ones]
+        dx, dw, db = gemms.gradients(dy, ctx.saved_tensors)
         return dx, None, *dw, *db

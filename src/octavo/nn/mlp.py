@@ -132,7 +132,7 @@ class _NormMlpFunction(torch.autograd.Function):
             return *backward_through_norm(ctx, form, flat(d_first), h, norm_weight, stats, d_residual), *(None,) * 12
         if dy is None:
             dy = h.new_zeros(ctx.shape, dtype=fc2.out_dtype)
-        (x, w1), (activated, w2) = operands(saved[:8]), operands(saved[8:])
+        (x, w1), (activated, w2) = operands(saved), operands(saved, 1)
         operand = DenseOperand(flat(dy), column_sum=fc2.wants_bias)
         dy_q = fc2.grad_output(operand)
         d_b2 = operand.column_sum() if fc2.wants_bias else None
@@ -234,15 +234,15 @@ class _AdaptedNormMlpFunction(torch.autograd.Function):
     def backward(ctx: Any, d_residual: Tensor | None, d_out: Tensor | None) -> tuple[Tensor | None, ...]:
         form, fc1, fc2, curve, block, first, second, count = ctx.call
         refuse_second_derivative("these layers")
-        h, stats, norm_weight, hidden, *saved = ctx.saved_tensors
+        h, stats, norm_weight, hidden, matrix_1, reduced_1, a_1, b_1, matrix_2, reduced_2, a_2, b_2, *saved = ctx.saved_tensors
         if d_out is None:
             return d_residual, d_residual if ctx.needs_input_grad[1] else None, *(None,) * (14 + count)
-        dy, (matrix_1, reduced_1, *pair_1), (matrix_2, reduced_2, *pair_2) = flat(d_out), saved[:4], saved[4:8]
+        dy = flat(d_out)
         of_second: list[Tensor] = []
         through: tuple[Tensor | None, ...] = (None,) * 4
-        d_activated = fc2.gradients(DenseOperand(dy), saved[16:])[0]
+        d_activated = fc2.gradients(DenseOperand(dy), saved, 1)[0]
         if second is not None:
-            joint = Joint(*pair_2)
+            joint = Joint(a_2, b_2)
             d_reduced, d_a, d_b = joint.gradients(dy, matrix_2, reduced_2)
             of_second = second.split(d_a, d_b)
             if d_activated is not None:
@@ -255,10 +255,10 @@ class _AdaptedNormMlpFunction(torch.autograd.Function):
             return activation_backward(curve, d_activated, hidden, block, quantizer, high_precision_out=high_precision_out)[0]
 
         if first is None:
-            d_normed = fc1.gradients(produce, saved[8:16])[0]
+            d_normed = fc1.gradients(produce, saved)[0]
         else:
             d_hidden = WithHighPrecision(produce, tuple(hidden.shape), fc1.out_dtype, hidden.device)
-            d_normed, joint = fc1.gradients(d_hidden, saved[8:16])[0], Joint(*pair_1)
+            d_normed, joint = fc1.gradients(d_hidden, saved)[0], Joint(a_1, b_1)
             if d_hidden.matrix is None:  # no input has a gradient
                 d_hidden(Quantizer(fc1.out_dtype))
             d_reduced, d_a, d_b = joint.gradients(cast(Tensor, d_hidden.matrix), matrix_1, reduced_1)
