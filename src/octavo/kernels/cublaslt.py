@@ -24,7 +24,7 @@ RESULTS = frozenset((torch.float32, torch.float16, torch.bfloat16))
 """Dtypes. PyTorch multiplies float32, since it decides about TF32."""
 _TRANS_A, _TRANS_B, _EPILOGUE, _BIAS, _A_SCALE, _B_SCALE, _FAST_ACCUM, _BIAS_TYPE = 3, 4, 7, 8, 17, 18, 25, 26
 """Attributes of a product (`CUBLASLT_MATMUL_DESC_…`)."""
-_MAX_WORKSPACE = 1
+_PREFERENCE_WORKSPACE = 1
 """Attribute of a preference: bytes of workspace."""
 _SPLITS = 2
 _NAMED = {
@@ -38,9 +38,9 @@ _NAMED = {
 """Attributes of an algorithm (`CUBLASLT_ALGO_CONFIG_…`): parts of the sum; those that identify it, with their types."""
 
 MOST_ALGORITHMS = 16
-WORKSPACE = 2**20
-"""Bytes that an algorithm may need. With a workspace tiles are assigned by a counter there, which is cleared before each
-product; without one the same algorithm gives each multiprocessor a fixed share of tiles."""
+MOST_WORKSPACE = 2**20
+"""Bytes that an algorithm may need during a product. With a workspace tiles are assigned by a counter there, which is cleared
+before each product; without one the same algorithm gives each multiprocessor a fixed share of tiles."""
 ALIGNMENT = 256
 """Alignment in bytes that cuBLAS assumes by default."""
 
@@ -176,7 +176,7 @@ class Product:
         _call("cublasLtMatmulDescSetAttribute", self._description, attribute, *_sized(value))
 
     def _offered(self) -> list[_Algorithm]:
-        offered = self._heuristic(WORKSPACE)
+        offered = self._heuristic(MOST_WORKSPACE)
         if self.shape.dynamic:  # before Hopper no product has a workspace, nor a fixed share
             offered = [algorithm for algorithm in offered if algorithm.workspace] or offered
         else:
@@ -188,7 +188,7 @@ class Product:
         """cuBLAS's algorithms that need no more bytes of workspace, in the order of its heuristic."""
         preference, most = ctypes.c_void_p(), ctypes.c_uint64(workspace)
         _call("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
-        _call("cublasLtMatmulPreferenceSetAttribute", preference, _MAX_WORKSPACE, *_sized(most))
+        _call("cublasLtMatmulPreferenceSetAttribute", preference, _PREFERENCE_WORKSPACE, *_sized(most))
         algorithms, count = (_Algorithm * MOST_ALGORITHMS)(), ctypes.c_int()
         with torch.cuda.device(self.shape.device), contextlib.suppress(RefusedError):  # no algorithm for the product
             _call(

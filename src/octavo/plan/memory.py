@@ -55,8 +55,9 @@ from octavo.plan.saved import (
 
 USABLE = 0.94
 """Share of a GPU's memory for the estimate: a run with a peak of 130.3 of 139.8 GiB still trained."""
-WORKSPACE = 1 << 26
-"""cuBLAS workspaces on Hopper: 32 MiB each for PyTorch's products and for products by chosen algorithms."""
+WORKSPACES_OF_PYTORCH = 1 << 26
+"""Two workspaces of 32 MiB, PyTorch's default for cuBLAS on Hopper, allocated from the first product on. Those of algorithms
+that Octavo chooses exist only during a product (`octavo.kernels.cublaslt`)."""
 STATES = 2
 """Moments of AdamW, each in the dtype of its parameter."""
 RANKS_OF_A_HOST = 8
@@ -156,7 +157,7 @@ def _moments(setup: Setup, spec: ModelSpec) -> Iterator[tuple[str, dict[str, int
     stream = setup.own_tokens * spec.hidden_size * setup.compute_bytes
     # The residual stream of all tokens before the head, and the gradient of the embedding's result.
     gathered = setup.tokens * spec.hidden_size * setup.compute_bytes if setup.tensor > 1 else 0
-    buffers = WORKSPACE + _buffers(setup, spec) + _peer_memory(setup, spec)
+    buffers = WORKSPACES_OF_PYTORCH + _buffers(setup, spec) + _peer_memory(setup, spec)
     always = {"parameters": share, "optimizer states": _states(setup), "buffers": buffers}
     before, cached = _whole_gradients(setup, spec), kept_weights(setup, spec)
     held, passing = _gathered(setup, spec)

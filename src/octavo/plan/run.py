@@ -514,8 +514,8 @@ def _check_settings(config: RunConfig) -> None:
     scale = config.train.loss_scale
     if scale != "dynamic" and not 0 < scale <= LARGEST_SCALE:
         raise InputError(
-            f"train.loss_scale = {scale:g}: a loss scale must be above 0 and at most 2**60. Set train.loss_scale to a power of "
-            'two such as 1024, or to "dynamic".'
+            f"train.loss_scale = {scale:g}: a loss scale must be above 0 and at most 2**{math.log2(LARGEST_SCALE):.0f}. Set "
+            'train.loss_scale to a power of two such as 1024, or to "dynamic".'
         )
     if config.train.validate_every and not (config.data.validates or config.train.evaluations):
         raise InputError(  # a continued run may have set the fraction
