@@ -342,7 +342,7 @@ def build_model(
     model: nn.Module
     if spec is not None:
         dtypes: dict[str, Any] = {"dtype": dtype, "params_dtype": params_dtype, "buffer_dtype": options.buffer_dtype}
-        tensor = _tensor_group(spec, sharding, dtype)
+        tensor = _tensor_group(spec, sharding)
         spread = sharding is not None and sharding.expert_mesh is not None
         loss: dict[str, Any] = {"fp8_head": options.fp8_head, "objective": options.objective}
         model = Decoder(config, spec, **dtypes, device="meta", **loss, tensor=tensor, spread=spread)
@@ -480,11 +480,11 @@ def _shard(model: nn.Module, parts: Sequence[nn.Module], sharding: Sharding, *, 
         shard(model, parts, sharding, summed=not averaged)
 
 
-def _tensor_group(spec: ModelSpec, sharding: Sharding | None, dtype: torch.dtype) -> TensorGroup | None:
+def _tensor_group(spec: ModelSpec, sharding: Sharding | None) -> TensorGroup | None:
     """The ranks that share each matrix of a decoder."""
     if sharding is None or sharding.tensor_group is None:
         return None
-    check_tensor(spec, sharding.tensor_group.size(), spread=sharding.expert_mesh is not None, dtype=dtype)
+    check_tensor(spec, sharding.tensor_group.size(), spread=sharding.expert_mesh is not None)
     return group_of(spec, sharding.tensor_group)
 
 

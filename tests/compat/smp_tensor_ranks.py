@@ -410,7 +410,7 @@ def refusals(folder):
     """The message of each call that tensor ranks refuse, by what asks for it."""
     tsm = names()
     from accelerate import init_empty_weights
-    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+    from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.sagemaker.delayed_param import DelayedParamIniter
     from transformers import GPT2Config
 
@@ -441,8 +441,6 @@ def refusals(folder):
     for name, call in (
         ("heads", lambda: tsm.transform(model(llama(num_attention_heads=1, num_key_value_heads=1)))),
         ("own code", lambda: tsm.transform(model(GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2)))),
-        ("float16", lambda: tsm.transform(empty(**SHAPE), dtype=torch.float16)),
-        ("policy", lambda: around(tsm.transform(empty(**SHAPE)), mixed_precision=MixedPrecision(torch.float16))),
         ("unwrapped", lambda: tsm.transform(AutoModelForCausalLM.from_config(llama()))(own(0))),
         ("weights", drawn),
         ("norm", clipped),
@@ -455,4 +453,28 @@ def refusals(folder):
             found[name] = "none"
         except octavo.errors.InputError as error:
             found[name] = str(error)
+    return found
+
+
+def in_float16(degrees, planted):
+    """(scale, whether a weight has changed, loss) of steps with PyTorch's scaler; planted: step → the rank with an infinity."""
+    tsm = names()
+    from torch.distributed.fsdp import MixedPrecision
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+    model, optimizer = made(tsm, degrees, mixed_precision=MixedPrecision(torch.float16, torch.float32))
+    scaler, found = ShardedGradScaler("cpu", init_scale=2.0**10, growth_interval=2), []
+    for number in range(5):
+        ids, before = own(number), full(model)
+        loss = model(input_ids=ids, labels=ids)["loss"]
+        scaler.scale(loss).backward()
+        gradient = next(p.grad for p in model.parameters() if p.grad is not None and p.grad.dim() == 2)
+        if planted.get(number) == dist.get_rank():
+            getattr(gradient, "_local_tensor", gradient)[0, 0] = torch.inf
+        scale = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        after = full(model)
+        found.append((scale, any(not torch.equal(before[name], value) for name, value in after.items()), loss.item()))
     return found

@@ -192,8 +192,6 @@ def test_what_tensor_ranks_do_not_share_is_refused_by_the_scripts_key():
         for name, part in {
             "heads": "= 2: 1 query heads (num_attention_heads) are not divisible. Set tensor_parallel_degree to 1",
             "own code": "Set tensor_parallel_degree = 1",
-            "float16": "torch.float16 with tensor_parallel_degree = 2",
-            "policy": "torch.float16 with tensor_parallel_degree = 2",
             "unwrapped": "tensor_parallel_degree = 2: wrap the transformed model in FullyShardedDataParallel",
             "weights": "hold different weights",
             "norm": "octavo.clip_grad_norm_(model, max_norm) counts each element once",
@@ -204,6 +202,18 @@ def test_what_tensor_ranks_do_not_share_is_refused_by_the_scripts_key():
             assert part in found[name], (name, found[name])
             assert "parallel." not in found[name], found[name]
             assert "octavo.init" not in found[name], found[name]
+
+
+@pytest.mark.filterwarnings("ignore:Found a non-scalar tensor with numel=1:UserWarning")
+def test_a_script_in_float16_skips_the_same_steps_on_all_ranks():
+    """Its losses are those of the script without tensor ranks, and with an infinity on either rank."""
+    (wanted,) = ranks.run(1, smp_tensor_ranks.in_float16, {}, {1: 0, 4: 0})
+    assert [each[:2] for each in wanted] == [(1024, True), (1024, False), (512, True), (512, True), (1024, False)]
+    for world, planted in ((2, {1: 1, 4: 0}), (4, {1: 3, 4: 2})):
+        for found in ranks.run(world, smp_tensor_ranks.in_float16, {"tensor_parallel_degree": 2}, planted):
+            assert [each[:2] for each in found] == [each[:2] for each in wanted]
+            if world == 2:  # the same samples
+                assert [each[2] for each in found] == pytest.approx([each[2] for each in wanted], abs=5e-3)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

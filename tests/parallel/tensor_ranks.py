@@ -795,7 +795,7 @@ def base_states(degrees, shape):
 
 
 def torch_states(degrees):
-    """What PyTorch's optimizer states and loss scaling say; the model's whole state dict, parameters, and their number."""
+    """What PyTorch's optimizer states say; the model's whole state dict, parameters, and their number."""
     model = started("neox", degrees)
     optimizer = optimizer_of(model)
     step(model, optimizer, batch(), degrees=degrees)
@@ -806,11 +806,6 @@ def torch_states(degrees):
         "whole": refused(lambda: get_optimizer_state_dict(model, optimizer, options=options)),
         "set": refused(lambda: set_optimizer_state_dict(model, optimizer, {"state": {}, "param_groups": []})),
     }
-    model(**own_samples(batch())).loss.backward()
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(torch.ones(()))
-    said["scaler"] = refused(lambda: scaler.unscale_(optimizer))
-    said["step"] = refused(lambda: scaler.step(optimizer))
     state, host = (dict(get_model_state_dict(model, options=each)) for each in (options, offloaded))
     counts = model.num_parameters(), model.num_parameters(exclude_embeddings=True)
     return said, state, host, whole(model, lambda parameter: parameter), counts

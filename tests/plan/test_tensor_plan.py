@@ -232,8 +232,14 @@ def test_what_is_advised_beside_whole_experts_really_fits(tiny_run):
 
 def test_ranks_that_cannot_share_matrices_are_not_advised(tiny_run):
     run, given = tiny_run(), [*LARGE, "train.micro_batch=4"]
-    for changed, advised in (("model.dtype=float16", False), ("fp8.recipe=block", True), ("fp8.recipe=rowwise", True)):
-        found = memory_of(planned(run.file, *given, changed))
+    experts = "model.source=mixtral-8x7b"
+    for changed, advised in (
+        ([experts, "moe.moe_load_balancing=sinkhorn"], False),
+        (["fp8.recipe=block"], True),
+        (["fp8.recipe=rowwise"], True),
+        (["model.dtype=float16"], True),
+    ):
+        found = memory_of(planned(run.file, *given, *changed))
         assert found.fits is False
         assert any(DEGREE in option.changes for option in found.options) == advised, changed
 

@@ -11,7 +11,11 @@ sums, which `gathered` adds up.
 Random numbers come from the default generators, whose states the ranks of a group share: dropout of hidden states is this
 rank's part of the mask of all tokens, which one rank would draw (`dropped`). Inside a part, as in the attention of this rank's
 heads, each rank draws from a separate stream that begins at the common state (`forked_rng`). So saving and restoring the
-default generators, as recomputation and checkpoints do, repeats both.
+default generators, as recomputation and checkpoints do, repeats both. A router's noise is this rank's part of all tokens'
+(`uniform`).
+
+Sums of float16 are in float32, and rounded once (`sum_dtype`): a rank's summand may be beyond float16 where the sum is not. One
+rank does not round a product's partial sums either.
 """
 
 from __future__ import annotations
@@ -29,6 +33,11 @@ from torch.nn import functional
 from octavo.collectives.copies import LEAST_BYTES, Exchange, PeerMemory, by_copies, choices, reach
 from octavo.collectives.work import Pending, Ranks, reduce_scatter, start_collective, start_gather
 from octavo.kernels.attention.join import add_up
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype of summands over ranks whose sum is rounded to `dtype`: float32 for float16."""
+    return torch.float32 if dtype == torch.float16 else dtype
 
 
 class TensorGroup(Ranks):
@@ -161,8 +170,9 @@ class TensorGroup(Ranks):
     def sum_shared_(self, rows: Tensor) -> Tensor:
         """The sum over the ranks that share these rows, in place."""
         assert self.sharing is not None
-        dist.all_reduce(rows, group=self.sharing)
-        return rows
+        wide = rows.to(sum_dtype(rows.dtype))
+        dist.all_reduce(wide, group=self.sharing)
+        return rows if wide is rows else rows.copy_(wide)
 
     def largest_(self, amaxes: Tensor) -> Tensor:
         """The largest of all ranks' amaxes, in place."""
@@ -179,24 +189,32 @@ class TensorGroup(Ranks):
         return rows.chunk(self.size)[self.rank]
 
     def gathered(self, x: Tensor) -> Tensor:
-        """x [B, T / n, C] of all ranks, [B, T, C], for products with parts of a matrix: the gradients are summed."""
-        out: Tensor = _Exchanged.apply(x, self.gather, self.scatter)
+        """x [B, T / n, C] of all ranks, [B, T, C], for products with parts of a matrix: the gradients are summed.
+
+        With a gradient the result is of `sum_dtype`, so that autograd does not round this rank's summand.
+        """
+        dtype = sum_dtype(x.dtype) if torch.is_grad_enabled() and x.requires_grad else x.dtype
+        out: Tensor = _Exchanged.apply(x, self.gather, self.scatter, dtype)
         return out
 
-    def scattered(self, x: Tensor) -> Tensor:
-        """This rank's rows [B, T / n, C] of the sum of all ranks' x [B, T, C]."""
-        out: Tensor = _Exchanged.apply(x, self.scatter, self.gather)
+    def scattered(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """This rank's rows [B, T / n, C] of the sum of all ranks' x [B, T, C], in `dtype`, or that of x."""
+        out: Tensor = _Exchanged.apply(x, self.scatter, self.gather, dtype)
         return out
 
     def whole(self, x: Tensor) -> Tensor:
         """x [B, T / n, C] of all ranks, [B, T, C], if all ranks compute the same from it."""
-        out: Tensor = _Exchanged.apply(x, self.gather, self._local_rows)
+        out: Tensor = _Exchanged.apply(x, self.gather, self._local_rows, None)
         return out
 
     def words(self, x: Tensor, number: int) -> Tensor:
         """The first `number` columns of x [B, T, C] of all ranks side by side, if all ranks compute the same from it."""
         out: Tensor = _Words.apply(x, self, number)
         return out
+
+    def uniform(self, x: Tensor, low: float, high: float) -> Tensor:
+        """Uniform numbers like this rank's rows x [m, C]: its rows of those that one rank draws for [n · m, C]."""
+        return self._local_rows(x.new_empty(self.size * x.shape[0], *x.shape[1:]).uniform_(low, high)).clone()
 
     def dropped(self, x: Tensor, rate: float) -> Tensor:
         """Dropout of this rank's x [B, T / n, C] in training, by its rows of the mask that one rank draws for [B, T, C]."""
@@ -327,16 +345,25 @@ def narrowed(leading: Sequence[int], ranks: int) -> tuple[int, ...]:
 
 
 class _Exchanged(torch.autograd.Function):
-    """Applies one collective to the rows of x in forward, and another to those of the gradient."""
+    """Applies one collective to the rows of x in forward, and another to those of the gradient.
+
+    dtype: of the result; None: that of x.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.backward_collective = backward
-        return _as(forward(_flat(x)), x.shape[0])
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        forward: Callable[[Tensor], Tensor],
+        backward: Callable[[Tensor], Tensor],
+        dtype: torch.dtype | None,
+    ) -> Tensor:
+        ctx.backward_collective, ctx.dtype = backward, x.dtype
+        return _as(forward(_flat(x)).to(dtype or x.dtype), x.shape[0])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _as(ctx.backward_collective(_flat(grad)), grad.shape[0]), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _as(ctx.backward_collective(_flat(grad)).to(ctx.dtype), grad.shape[0]), None, None, None
 
 
 class _Words(torch.autograd.Function):

@@ -78,17 +78,17 @@ class ExpertsGemms(LinearGemms):
         """y [R, N] in `out_dtype`, without a bias."""
         assert self.routes is not None
         assert out is None
-        return grouped_mm(_rowwise(x), _rowwise(w), self.routes, self.out_dtype)
+        return grouped_mm(_rowwise(x), _rowwise(w), self.routes, self.output_dtype or self.out_dtype)
 
     def grad_input(self, dy: QuantizedTensor, w: QuantizedTensor, *, out: Tensor | None = None) -> Tensor:
         """dx [R, K] in `out_dtype`. w: as saved, or restored already."""
         assert self.routes is not None
         assert out is None
-        w = self.restored_weight(w)
+        w, dtype = self.restored_weight(w), self.input_grad_dtype or self.out_dtype
         if self.recipe is None:
-            return grouped_mm(_rowwise(dy), (w.high_precision.transpose(1, 2), None), self.routes, self.out_dtype)
+            return grouped_mm(_rowwise(dy), (w.high_precision.transpose(1, 2), None), self.routes, dtype)
         precise = self.recipe.precise["input_gradient"]
-        return grouped_mm(_rowwise(dy), w.columnwise, self.routes, self.out_dtype, precise=precise)
+        return grouped_mm(_rowwise(dy), w.columnwise, self.routes, dtype, precise=precise)
 
     def grad_weight(self, dy: QuantizedTensor, x: QuantizedTensor, *, recurring: bool = False) -> Tensor:
         """dw [E, N, K] in the dtype of the weight. Product sizes change from step to step, so none is recurring."""

@@ -51,16 +51,24 @@ class LinearGemms(LinearQuantizer):
     Arguments are those of `LinearQuantizer`; without a recipe products are in `out_dtype`.
     """
 
+    output_dtype: torch.dtype | None = None
+    """Dtype of an output that is a summand over ranks; None: `out_dtype`."""
+    input_grad_dtype: torch.dtype | None = None
+    """Dtype of an input's gradient that is a summand over ranks; None: `out_dtype`."""
+
     def output_shape(self, leading: Sequence[int]) -> tuple[int, ...]:
         """The dimensions of the output's rows, from those of the input's."""
         return tuple(leading)
 
     def output(self, x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None, *, out: Tensor | None = None) -> Tensor:
         """y [M, N] in `out_dtype`; out: receives it."""
+        dtype = self.output_dtype or self.out_dtype
         if self.recipe is None:
             bias = None if bias is None else bias.to(self.out_dtype)
-            return gemm.high_precision_mm(x.high_precision, w.high_precision.t(), self.out_dtype, bias, out=out)
-        return gemm.scaled_mm(*x.rowwise, *w.rowwise, out_dtype=self.out_dtype, bias=bias, out=out)
+            return gemm.high_precision_mm(
+                x.high_precision, w.high_precision.t(), dtype, bias, out=out, unrounded=self.output_dtype is not None
+            )
+        return gemm.scaled_mm(*x.rowwise, *w.rowwise, out_dtype=dtype, bias=bias, out=out)
 
     def recomputed_output(
         self, x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None
@@ -97,11 +105,13 @@ class LinearGemms(LinearQuantizer):
 
     def grad_input(self, dy: QuantizedTensor, w: QuantizedTensor, *, out: Tensor | None = None) -> Tensor:
         """dx [M, K] in `out_dtype`. w: as saved, or restored already. out: receives it."""
-        w = self.restored_weight(w)
+        w, dtype = self.restored_weight(w), self.input_grad_dtype or self.out_dtype
         if self.recipe is None:
-            return gemm.high_precision_mm(dy.high_precision, w.high_precision, self.out_dtype, out=out)
+            return gemm.high_precision_mm(
+                dy.high_precision, w.high_precision, dtype, out=out, unrounded=self.input_grad_dtype is not None
+            )
         precise = self.recipe.precise["input_gradient"]
-        return gemm.scaled_mm(*dy.rowwise, *w.columnwise, out_dtype=self.out_dtype, precise=precise, out=out)
+        return gemm.scaled_mm(*dy.rowwise, *w.columnwise, out_dtype=dtype, precise=precise, out=out)
 
     def grad_weight(self, dy: QuantizedTensor, x: QuantizedTensor, *, recurring: bool = True) -> Tensor:
         """dw [N, K] in the dtype of the weight. recurring: as in `octavo.kernels.algorithms.mm`."""

@@ -5,7 +5,7 @@ Legend: n ranks, m tokens of a rank, weight [N, K].
     `ColumnParallelGemms`   weight [N / n, K]: x [m, K] of each rank is gathered, y is [n · m, N / n]
     `RowParallelGemms`      weight [N, K / n]: x is [n · m, K / n], y [m, N] is this rank's rows of the sum over the ranks
 
-In FP8, gathers send the bytes, and sums are in the compute dtype. Backward saves this rank's tokens of a gathered input, and
+In FP8, gathers send the bytes, and sums are in the compute dtype, of float16 in float32. Backward saves this rank's tokens of a gathered input, and
 gathers them a second time. With one scale a tensor, all ranks cast with the same scale, since an operand's amaxes are reduced
 over the group: given equal values, casts equal those of one rank, and the weight's gradient reads the gathered bytes
 transposed.
@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from octavo.collectives.tensor import Gathering, TensorGroup, narrowed, widened
+from octavo.collectives.tensor import Gathering, TensorGroup, narrowed, sum_dtype, widened
 from octavo.collectives.work import Pending
 from octavo.errors import InputError
 from octavo.fp8.linear import LinearGemms, operands
@@ -228,7 +228,7 @@ class ColumnParallelGemms(_TensorGemms):
 
     def __init__(self, *arguments: Any, shared: int = 0) -> None:
         super().__init__(*arguments)
-        self.shared = shared
+        self.shared, self.input_grad_dtype = shared, sum_dtype(self.out_dtype)
 
     def output_shape(self, leading: Sequence[int]) -> tuple[int, ...]:
         """The output has the tokens of all ranks."""
@@ -285,7 +285,7 @@ class ColumnParallelGemms(_TensorGemms):
         x = x if flight is None else flight.wait()  # its blocks are read before the reduce-scatter sends its own
         dx = None if parts is None else self.tensor.start_scatter(parts)
         dw = self._complete(self.grad_weight(dy, x)) if self.wants_weight else None
-        return None if dx is None else dx.wait(), dw
+        return None if dx is None else dx.wait().to(self.out_dtype), dw
 
     def _start_gather_for_weight(self, x: QuantizedTensor, dy: QuantizedTensor) -> Pending[QuantizedTensor] | None:
         """Begin to gather the input for the weight's gradient; None where `recomputed_output` has gathered it."""
@@ -319,6 +319,10 @@ class RowParallelGemms(_TensorGemms):
     _gathered: QuantizedTensor = NOTHING
     """The gathered output gradient in the layout of the weight's gradient, saved from `grad_input` to `grad_weight`."""
 
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.output_dtype = sum_dtype(self.out_dtype)
+
     def output_shape(self, leading: Sequence[int]) -> tuple[int, ...]:
         """The output has this rank's tokens."""
         return narrowed(leading, self.tensor.size)
@@ -328,11 +332,9 @@ class RowParallelGemms(_TensorGemms):
         assert out is None  # only for parts
         product, rows = super().output, _rows(x)
         shape = rows.shape[0] // self.tensor.size, _rows(w).shape[0]
-        parts = self._pays(rows[: shape[0]], shape[1])
-        y = self.tensor.summed(
-            lambda part: product(self._part(x, part), w, None), shape, self.out_dtype, rows.device, parts=parts
-        )
-        return y if bias is None else y.add_(bias.to(y.dtype))
+        parts, dtype = self._pays(rows[: shape[0]], shape[1]), sum_dtype(self.out_dtype)
+        y = self.tensor.summed(lambda part: product(self._part(x, part), w, None), shape, dtype, rows.device, parts=parts)
+        return (y if bias is None else y.add_(bias.to(y.dtype))).to(self.out_dtype)
 
     def grad_output(self, producer: Producer, *, slot_index: Tensor | None = None) -> QuantizedTensor:
         """The gradient dy [m, N] of this rank's tokens."""

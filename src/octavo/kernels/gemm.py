@@ -150,16 +150,20 @@ def high_precision_mm(
     *,
     recurring: bool = True,
     out: Tensor | None = None,
+    unrounded: bool = False,
 ) -> Tensor:
     """a [M, C] · b [C, N] of one float dtype + bias [N], in `out_dtype`; a GPU does not round a float32 result to their dtype.
 
     bias: of the operands' dtype, which is then `out_dtype`. recurring: as in `octavo.kernels.algorithms.mm`. out: as in
-    `scaled_mm`.
+    `scaled_mm`. unrounded: a CPU does not round a float32 result either.
     """
     if a.device.type == "cuda" and out_dtype in (a.dtype, torch.float32):
         return algorithms.mm(a, b, out_dtype, bias=bias, recurring=recurring, out=out)
     if out is not None:
-        return out.copy_(high_precision_mm(a, b, out_dtype, bias, recurring=recurring))
+        return out.copy_(high_precision_mm(a, b, out_dtype, bias, recurring=recurring, unrounded=unrounded))
+    if unrounded and out_dtype == torch.float32 != a.dtype:
+        with torch.autocast(a.device.type, enabled=False):
+            return a.float() @ b.float()
     if widens(a):
         with torch.autocast("cpu", enabled=False):
             out = a.float() @ b.float()

@@ -55,6 +55,7 @@ from octavo.nn.embedding import Embedding, SharedWeight
 from octavo.nn.experts import StackedExperts
 from octavo.nn.head import OutputHead, linear_cross_entropy
 from octavo.nn.linear import compute_dtype, high_precision
+from octavo.nn.unrounded import unrounded_linear
 from octavo.nn.moe import Experts, balancing_loss, router_z_loss
 from octavo.nn.norm import NORM_LAYERS
 from octavo.nn.plain_names import use_plain_names
@@ -536,11 +537,15 @@ class Decoder(PretrainedInterface):
         return x if x.shape[1] == tokens else x[:, :tokens]
 
     def _logits(self, hidden: Tensor, tokens: int, logits_to_keep: int | Tensor) -> Tensor:
-        tensor = self.tensor
+        tensor, dtype = self.tensor, hidden.dtype
         hidden = hidden if tensor is None else tensor.gathered(hidden)
 
         def run(hidden: Tensor) -> Tensor:
-            logits = high_precision(hidden, self.head.weight.to(self.dtype))
+            weight = self.head.weight.to(self.dtype)
+            if hidden.dtype == dtype:
+                logits = high_precision(hidden, weight)
+            else:
+                logits = unrounded_linear(hidden, weight, dtype)
             return logits if tensor is None else tensor.words(logits, self.spec.vocabulary)
 
         positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -580,6 +585,7 @@ class Decoder(PretrainedInterface):
                 dist.all_reduce(num_items_in_batch, group=self.data_group)
             num_items_in_batch = num_items_in_batch.clamp(min=1)  # without targets loss and gradients are 0, not NaN
         count = torch.as_tensor(num_items_in_batch, dtype=torch.float32, device=hidden.device)
+        dtype = compute_dtype(hidden)
         hidden = hidden if self.tensor is None else self.tensor.gathered(hidden)
         padded = hidden.shape[1] * (1 if self.context is None else self.context.size)
         if padded > target.shape[1]:
@@ -595,9 +601,10 @@ class Decoder(PretrainedInterface):
                 target.flatten(),
                 count,
                 objective=self.objective if self.training else None,
-                fp8=self._fp8_head(hidden, first),
+                fp8=self._fp8_head(hidden.device, dtype, first),
                 fp8_logits=self.fp8_head is True,
                 words=None if self.tensor is None else words_of(self.spec.vocabulary, self.tensor),
+                dtype=None if self.tensor is None else dtype,
             )
             losses.append(loss)
             return loss
@@ -625,10 +632,10 @@ class Decoder(PretrainedInterface):
             dist.all_reduce(targets, group=self.data_group)
         return targets / torch.as_tensor(num_items_in_batch, device=targets.device)
 
-    def _fp8_head(self, hidden: Tensor, first: bool | None) -> LinearGemms | None:
+    def _fp8_head(self, device: torch.device, dtype: torch.dtype, first: bool | None) -> LinearGemms | None:
         """The products of a head that runs in FP8 here; its operands have one scale each under every recipe."""
         state: ModuleState | None = getattr(self.head, "fp8_state", None)
-        recipe = None if state is None else active_recipe(state, hidden.device)
+        recipe = None if state is None else active_recipe(state, device)
         if state is None or recipe is None or not (self.fp8_head_asked or recipe.native):
             return None
         if self.fp8_head == "backward" and not torch.is_grad_enabled():
@@ -640,7 +647,7 @@ class Decoder(PretrainedInterface):
             recipe = CurrentScaling()  # stateless: a recomputation repeats its casts
         elif delayed:
             recipe = recipe.with_octavo_rules  # Transformer Engine has no such head, hence no rules for it
-        return LinearGemms(state, self.head.weight, recipe, compute_dtype(hidden), first)
+        return LinearGemms(state, self.head.weight, recipe, dtype, first)
 
 
 @torch.compiler.disable(reason="torch.compile of a model of tensor-parallel ranks")

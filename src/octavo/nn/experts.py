@@ -92,8 +92,19 @@ class StackedExperts(nn.Module):
 
     # A compiler expects no experts without rows, nor kernels whose grids follow from sizes on the device.
     @torch.compiler.disable
-    def forward(self, x: Tensor, scores: Tensor, chosen: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
-        """x [T, H], of each token the weights float32 [T, K] and the experts int64 [T, K] → [T, H] of x's dtype."""
+    def forward(
+        self,
+        x: Tensor,
+        scores: Tensor,
+        chosen: Tensor,
+        is_first_microbatch: bool | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """x [T, H], of each token the weights float32 [T, K] and the experts int64 [T, K] → [T, H] of x's dtype.
+
+        dtype: of the products; None: that of x. A wider x has its values: result and gradient of x are then not rounded to it.
+        """
+        dtype = dtype or x.dtype
         trip = None
         if self.group is not None:
             # Adapters read the copies before their cast.
@@ -107,9 +118,10 @@ class StackedExperts(nn.Module):
         weights = [w.to_local() if isinstance(w, DTensor) else w for w in (self.fc1_weight, self.fc2_weight)]
         with autocast.scales_of_forward():
             fc1, fc2 = (
-                ExpertsGemms(state, weight, routes, active_recipe(state, x.device), x.dtype, is_first_microbatch)
+                ExpertsGemms(state, weight, routes, active_recipe(state, x.device), dtype, is_first_microbatch)
                 for state, weight in zip((self.fc1_fp8_state, self.fc2_fp8_state), weights, strict=True)
             )
+            fc1.input_grad_dtype = fc2.output_dtype = x.dtype
             y: Tensor = _ExpertsFunction.apply(
                 x, scores, *weights, *routes.tensors, routes, fc1, fc2, self.activation, trip, self.skip_output, self.adapters,
                 *(matrix for one in self.adapters for matrix in one.operands()),
@@ -158,7 +170,8 @@ class _ExpertsFunction(torch.autograd.Function):
         fc2.want(want_hidden, want_w2, recasts=True)
         weight_1, weight_2 = (weight.unflatten(0, (len(ends), -1)) for weight in (weight_1, weight_2))
         w1 = fc1.weight(weight_1)
-        exchange, tokens_here = None if trip is None else trip.exchange, x.shape[0]
+        exchange, tokens_here, y_dtype = None if trip is None else trip.exchange, x.shape[0], x.dtype
+        x = x.to(fc1.out_dtype)
         if trip is not None:
             x, scores = trip.copies.wait(), trip.weights.wait()
         scores = wide(scores)
@@ -179,7 +192,7 @@ class _ExpertsFunction(torch.autograd.Function):
         if adapters:
             reduced.append(pairs[1].reduced(activate(Quantizer(fc2.out_dtype)).high_precision, routes))
         if skip_output:
-            y = x.new_empty(tokens_here, weight_2.shape[1], dtype=fc2.out_dtype)
+            y = x.new_empty(tokens_here, weight_2.shape[1], dtype=y_dtype)
         else:
             result = fc2.output(activated, w2)
             if adapters:

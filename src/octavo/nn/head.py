@@ -57,16 +57,21 @@ def linear_cross_entropy(
     fp8: LinearGemms | None = None,
     fp8_logits: bool = True,
     words: Words | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Sum over real targets of the cross entropy with softmax(hidden · weightᵀ), divided by `num_items`: float32 [].
 
     hidden: [N, K]. weight: [V, K], any float dtype. target: int64 [N]. num_items: float32 [], the number of targets of the
     whole step. fp8: the products of a head in FP8; fp8_logits: the logits are one of them. words: this rank's slice of the
-    vocabulary; `hidden` is then the same on all ranks of the group, and its gradient is this rank's summand.
+    vocabulary; `hidden` is then the same on all ranks of the group, and its gradient is this rank's summand. dtype: of the
+    products; None: `compute_dtype`. A wider `hidden` has its values, and a gradient that is not rounded to it.
     """
-    hidden, grads = hidden.to(compute_dtype(hidden)), torch.is_grad_enabled()
+    if dtype is None:
+        dtype = compute_dtype(hidden)
+        hidden = hidden.to(dtype)
+    grads = torch.is_grad_enabled()
     with torch.autocast(hidden.device.type, enabled=False):  # it would round float32 sums
-        how = objective or Objective(), fp8, fp8_logits, grads, words
+        how = objective or Objective(), fp8, fp8_logits, grads, words, dtype
         return _LinearCrossEntropy.apply(hidden, weight, target, num_items, *how)
 
 
@@ -259,8 +264,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, num_items: Tensor, objective: Objective,
-        fp8: LinearGemms | None, fp8_logits: bool, grads: bool, words: Words | None,
+        fp8: LinearGemms | None, fp8_logits: bool, grads: bool, words: Words | None, dtype: torch.dtype,
     ) -> Tensor:  # fmt: skip
+        given, hidden = hidden.dtype, hidden.to(dtype)
         want_hidden, want_weight = (grads and need for need in ctx.needs_input_grad[:2])
         loss = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
         # float16 has no room for a gradient divided by a step's targets: backward divides and scales in float32.
@@ -288,7 +294,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if d_weight is not None and not late:
             d_weight = d_weight.to(weight.dtype)
         ctx.save_for_backward(d_hidden, d_weight, factor if late else None)
-        ctx.dtypes = hidden.dtype, weight.dtype
+        ctx.dtypes = given, weight.dtype
         return loss / num_items
 
     @staticmethod
@@ -302,7 +308,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         else:
             by = factor * grad_loss
             scaled = [None if d is None else (d.float() * by).to(t) for d, t in zip(gradients, ctx.dtypes, strict=True)]
-        return *scaled, None, None, None, None, None, None, None
+        return *scaled, *(None,) * 8
 
 
 def _chunks(rows: int, row_bytes: int, chunk_bytes: int) -> list[slice]:

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from octavo.collectives.tensor import TensorGroup
+from octavo.collectives.tensor import TensorGroup, sum_dtype
 from octavo.kernels import gemm, low_rank
+from octavo.nn.unrounded import unrounded_linear
 
 SUFFIXES = (".lora_A", ".lora_B")
 """Suffixes of adapters' parameter names."""
@@ -120,7 +121,7 @@ class Adapters(nn.Module):
         reduced = self._reduced(x)
         leading = next(iter(reduced.values())).shape[:-1]
         deltas = [
-            self._delta(name, reduced[name]) if name in reduced else x.new_zeros(*leading, rows)
+            self._delta(name, reduced[name], x.dtype) if name in reduced else x.new_zeros(*leading, rows)
             for name, rows in self.rows.items()
         ]
         if len(self.lengths) == 1:
@@ -205,11 +206,13 @@ class Adapters(nn.Module):
             if isinstance(adapter, Adapter):
                 a = adapter.lora_A if self.tensor is None or self.by_columns else self.tensor.replicated(adapter.lora_A)
                 assert a is not None
-                found[name] = functional.linear(self._dropped(x), a.to(x.dtype))
+                summand = self.tensor is not None and self.by_columns
+                found[name] = _linear(self._dropped(x), a.to(x.dtype), sum_dtype(x.dtype) if summand else x.dtype)
         if self.tensor is None:
             return found
-        exchange = self.tensor.scattered if self.by_columns else self.tensor.gathered
-        parts = exchange(torch.cat([*found.values()], -1)).split([part.shape[-1] for part in found.values()], -1)
+        every = torch.cat([*found.values()], -1)
+        exchanged = self.tensor.scattered(every, x.dtype) if self.by_columns else self.tensor.gathered(every)
+        parts = exchanged.split([part.shape[-1] for part in found.values()], -1)
         return dict(zip(found, parts, strict=True))
 
     def _dropped(self, x: Tensor) -> Tensor:
@@ -217,7 +220,7 @@ class Adapters(nn.Module):
             return functional.dropout(x, self.dropout, self.training)
         return (self.tensor.dropped_columns if self.by_columns else self.tensor.dropped)(x, self.dropout)
 
-    def _delta(self, name: str, reduced: Tensor) -> Tensor:
+    def _delta(self, name: str, reduced: Tensor, dtype: torch.dtype) -> Tensor:
         adapter = self._modules[name]
         assert isinstance(adapter, Adapter)
         b: Tensor | None = adapter.lora_B
@@ -225,11 +228,18 @@ class Adapters(nn.Module):
             rows = self.shared_rows.get(name, 0)
             b = self.tensor.replicated(b) if self.by_columns else self.tensor.shared(adapter.lora_B, rows)
         assert b is not None
-        return functional.linear(reduced, b.to(reduced.dtype)) * self.scale
+        return _linear(reduced, b.to(dtype), dtype) * self.scale
 
     def extra_repr(self) -> str:
         """The scale, for `print(model)`."""
         return f"scale={self.scale:g}, dropout={self.dropout:g}"
+
+
+def _linear(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """x · weightᵀ in `dtype`, a summand over ranks if the dtypes differ."""
+    if x.dtype == weight.dtype == dtype:
+        return functional.linear(x, weight)
+    return unrounded_linear(x, weight, dtype)
 
 
 def added(y: Tensor, layer: nn.Module, x: Tensor, name: str = "lora") -> Tensor:

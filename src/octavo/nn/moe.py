@@ -143,7 +143,7 @@ class LayerNormMoE(ResidualLayer):
         h, normed = residual_norm(input, delta, self.norm.of(weight, bias), dtype)
         x = flat(normed)
         if self.training and self.config.jitter:
-            x = x * torch.empty_like(x).uniform_(1 - self.config.jitter, 1 + self.config.jitter)
+            x = x * self._noise(x, 1 - self.config.jitter, 1 + self.config.jitter)
         x, logits = _Router.apply(x, router_weight)
         counted = None if counted is None else counted.flatten()
         largest = self.config.assignment == "largest" or not (self.training or self.config.assignment == "sinkhorn")
@@ -157,7 +157,11 @@ class LayerNormMoE(ResidualLayer):
             out: Tensor = self.experts(x, scores, chosen, first)
             return out
         of_all = self.tensor.gathered(x[None])[0], self.tensor.gathered(scores[None])[0], self.tensor.gather(chosen)
-        return self.tensor.scattered(self.experts(*of_all, first)[None])[0]
+        return self.tensor.scattered(self.experts(*of_all, first, x.dtype)[None], x.dtype)[0]
+
+    def _noise(self, x: Tensor, low: float, high: float) -> Tensor:
+        """Uniform numbers for x [T, H], of each token of a tensor group its own."""
+        return torch.empty_like(x).uniform_(low, high) if self.tensor is None else self.tensor.uniform(x, low, high)
 
     def _route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Weights, float32 [T, K], and experts, int64 [T, K], of each token."""

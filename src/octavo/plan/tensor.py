@@ -30,11 +30,6 @@ def check_tensor(config: RunConfig, degrees: Degrees, model: nn.Module) -> None:
             f"{KEY} = {degree} splits the matrices of Octavo's decoder, and {type(model).__name__} runs its original code. Set "
             f"{KEY} = 1{other}: with 1 the ranks shard it."
         )
-    if config.model.dtype == "float16":
-        raise InputError(
-            f'model.dtype = "float16" with {KEY} = {degree}: ranks do not synchronise their loss scales. Set model.dtype = '
-            f'"bfloat16", or {KEY} = 1.'
-        )
     spec = model.spec
     parts.check_router(spec, degree, section="moe.", key=KEY)
     spread = degrees.expert > 1

@@ -230,7 +230,7 @@ def _sharding(
     compute = precision.param_dtype or params_dtype
     if isinstance(model, Decoder):
         model.dtype = compute
-        check_tensor(model.spec, ranks.tp_size, spread=ranks.ep_size > 1, dtype=compute)
+        check_tensor(model.spec, ranks.tp_size, spread=ranks.ep_size > 1)
     else:
         compute_in(model, compute, ranks.device)
     base = sharding_of(ranks, DelayedScaling(), dtype=compute, params_dtype=params_dtype, strategy=noted.cp_comm_type)
