@@ -18,7 +18,7 @@ from chat_templates import save_tokenizer
 from octavo.config.run import RunConfig
 from octavo.errors import InputError
 from octavo.run.metrics import read_metrics
-from octavo.train.lm_tasks import Answerer, Scored, Scoring
+from octavo.train.lm_answers import Answerer, Scored, Scoring
 
 pytestmark = ranks.alone
 needs_harness = pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="needs octavo[eval]")
