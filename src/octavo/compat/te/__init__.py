@@ -1,4 +1,4 @@
-"""Transformer Engine's names: `install()` gives them to this process, `uninstall()` takes them away."""
+"""Transformer Engine's names: `install()` gives them to this process, `uninstall()` removes them."""
 
 from octavo.compat.te.shim import install, uninstall
 

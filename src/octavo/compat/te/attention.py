@@ -1,6 +1,8 @@
-"""Transformer Engine's attention layers on those of `octavo.nn`, with its masks and defaults: sequence first, causal, dropout.
+"""Transformer Engine's attention layers on those of `octavo.nn`: its masks and defaults (sequence first, causal, dropout).
 
 `octavo.compat.te.core` computes cross-attention and all calls that the layers of `octavo.nn` do not support.
+
+Shapes: B batch, T tokens, H query heads, G key-value heads, D head dimension.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ def _prepare(attention: Any, taken: dict[str, Any], values: dict[str, Any], *, c
     elif not taken["fuse_qkv_params"]:
         given = None if values["init_method"] is normal else values["init_method"]
         separate(_first(attention), attention.heads, attention.groups, given)
-        attention.grouped = True  # three parameters are joined so
+        attention.grouped = True  # `Parts` concatenates them by key-value head
     _order(attention)
 
 
@@ -73,17 +75,17 @@ def _special(attention: Any) -> bool:
 
 
 def _taken(values: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that `octavo.nn` lacks, which are removed."""
+    """Arguments that `octavo.nn` lacks, removed from `values`."""
     names = ("fuse_qkv_params", "qkv_weight_interleaved", "rotary_pos_interleaved", "softmax_type")
     check_flags("attention", **{name: values[name] for name in names[:3]})
     return {name: values.pop(name) for name in names}
 
 
 def _attention_mask(call: Call, attention: Any, x: Tensor, rotary: Any) -> tuple[Any, str | None]:
-    """`attention_mask` for the layer of `octavo.nn`, and its mask type. x: its hidden states."""
+    """`attention_mask` for the layer of `octavo.nn`, and its mask type. x: hidden states [T, B, hidden] or [B, T, hidden]."""
     batch, tokens = (x.shape[1], x.shape[0]) if attention.sequence_first else (x.shape[0], x.shape[1])
     separate = isinstance(rotary, tuple) and len(rotary) == 2 and rotary[0] is not rotary[1]
-    separate = separate and all(isinstance(angles, Tensor) and angles.dim() == 4 for angles in rotary)  # others for keys
+    separate = separate and all(isinstance(angles, Tensor) and angles.dim() == 4 for angles in rotary)  # keys have other angles
     if separate or _special(attention) or not call.is_plain(attention.core_attention, tokens, tokens):
         return call, None
     return call.native(batch, attention.heads, tokens, tokens, x.device)
@@ -92,7 +94,7 @@ def _attention_mask(call: Call, attention: Any, x: Tensor, rotary: Any) -> tuple
 class DotProductAttention(OneRank, Stateless, _attention.DotProductAttention, metaclass=Kind):
     """softmax(q · kᵀ · scale) · v, without parameters but for a learnable `softmax_offset`."""
 
-    __module__ = "transformer_engine.pytorch.attention.dot_product_attention"  # by which clients recognise it
+    __module__ = "transformer_engine.pytorch.attention.dot_product_attention"  # libraries recognise the class by it
     octavo = _attention.DotProductAttention
     __signature__ = SIGNATURES["DotProductAttention"]
 
@@ -114,7 +116,7 @@ class DotProductAttention(OneRank, Stateless, _attention.DotProductAttention, me
 
     @property
     def mask_type(self) -> str:
-        """Transformer Engine's mask type, for calls that give none."""
+        """Transformer Engine's mask type, the default of calls."""
         return self.settings.kind
 
     def forward(
@@ -224,7 +226,7 @@ class MultiheadAttention(OneRank, Stateful, _attention.MultiheadAttention, metac
     attention_type "cross": keys and values come from `encoder_output`.
     """
 
-    __module__ = "transformer_engine.pytorch.attention.multi_head_attention"  # by which clients recognise it
+    __module__ = "transformer_engine.pytorch.attention.multi_head_attention"  # libraries recognise the class by it
     octavo = _attention.MultiheadAttention
     __signature__ = SIGNATURES["MultiheadAttention"]
 
@@ -241,7 +243,7 @@ class MultiheadAttention(OneRank, Stateful, _attention.MultiheadAttention, metac
 
     @property
     def mask_type(self) -> str:
-        """Transformer Engine's mask type, for calls that give none."""
+        """Transformer Engine's mask type, the default of calls."""
         return self.settings.kind
 
     def forward(
@@ -283,7 +285,7 @@ class MultiheadAttention(OneRank, Stateful, _attention.MultiheadAttention, metac
     def set_context_parallel_group(
         self, cp_group: dist.ProcessGroup | None, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: str = "p2p"
     ) -> None:
-        """Share sequences with the ranks of a group; None ends it."""
+        """Share each sequence among the ranks of a group; None turns this off."""
         self.core_attention.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
 
 
@@ -295,7 +297,7 @@ def _batched(x: Tensor | None, first: bool, packed: bool) -> Tensor | None:
 
 
 def _unpacked(result: Any) -> Any:
-    """The one sample of packed sequences; biases as they are."""
+    """Results without the batch dimension of packed sequences; biases unchanged."""
     if isinstance(result, tuple):
         return tuple(x[0] if isinstance(x, Tensor) and x.dim() == 3 else x for x in result)
     return result[0]
@@ -307,7 +309,7 @@ class TransformerLayer(OneRank, Stateful, _block.TransformerLayer, metaclass=Kin
     layer_type "decoder": with cross-attention to `encoder_output` in between (`inter_attention`).
     """
 
-    __module__ = "transformer_engine.pytorch.transformer"  # by which clients recognise it
+    __module__ = "transformer_engine.pytorch.transformer"  # libraries recognise the class by it
     octavo = _block.TransformerLayer
     __signature__ = SIGNATURES["TransformerLayer"]
 
@@ -330,12 +332,12 @@ class TransformerLayer(OneRank, Stateful, _block.TransformerLayer, metaclass=Kin
             for name in ("layernorm_mlp", "layernorm"):  # after it, as in Transformer Engine
                 if name in self._modules:
                     self._modules[name] = self._modules.pop(name)
-        self.layernorm_mlp.gate_rows = self.layernorm_mlp.ffn_hidden_size  # all of them
+        self.layernorm_mlp.gate_rows = self.layernorm_mlp.ffn_hidden_size  # all of gate before all of up
         make_readable(self)
 
     @property
     def mask_type(self) -> str:
-        """Transformer Engine's mask type of self-attention, for calls that give none."""
+        """Transformer Engine's mask type of self-attention, the default of calls."""
         return self.settings.kind
 
     def forward(
@@ -398,7 +400,7 @@ class TransformerLayer(OneRank, Stateful, _block.TransformerLayer, metaclass=Kin
     def set_context_parallel_group(
         self, cp_group: dist.ProcessGroup | None, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: str = "p2p"
     ) -> None:
-        """Share sequences with the ranks of a group; None ends it."""
+        """Share each sequence among the ranks of a group; None turns this off."""
         if self.inter_attention is not None and cp_group is not None:
             raise InputError("set_context_parallel_group of a decoder layer: context parallelism supports self-attention only.")
         attention: Any = self.self_attention

@@ -38,10 +38,10 @@ class Entered(NamedTuple):
 
 @contextlib.contextmanager
 def onnx_export(enabled: bool = False) -> Iterator[None]:
-    """No effect: asks for FP8 state as tensors, in which form Octavo always saves it. Composer enters it around training.
+    """No effect: Transformer Engine saves FP8 state as tensors inside, and Octavo always does. Composer trains in this context.
 
     Raises:
-        InputError: `torch.onnx` exports inside; `enabled` is no bool.
+        InputError: within an export by `torch.onnx`, or `enabled` is not a bool.
     """
     check_flags("onnx_export", enabled=enabled)
     if torch.onnx.is_in_onnx_export():
@@ -67,13 +67,13 @@ def autocast(
     amax_reduction_group: dist.ProcessGroup | None = None,
     _graph: bool = False,
 ) -> Iterator[None]:
-    """Run the products of layers inside in FP8 by `recipe`, delayed scaling when absent.
+    """Run matrix products of layers in FP8 by `recipe`; None: delayed scaling.
 
-    amax_reduction_group: ranks over which amaxes are reduced; None: all. calibrating: without FP8, record the amaxes of inputs
-    and weights for it (`octavo.fp8.calibration`).
+    amax_reduction_group: ranks over which amaxes are reduced; None: all. calibrating: run without FP8, and record the amaxes of
+    inputs and weights (`octavo.fp8.calibration`).
 
     Raises:
-        InputError: a recipe that Octavo does not have.
+        InputError: an unsupported recipe.
     """
     if (enabled or calibrating) and isinstance(recipe, Recipe):
         check_recipe(recipe, getattr(recipe, "written_in", type(recipe).__name__))
@@ -105,7 +105,7 @@ def fp8_autocast(
 def quantized_model_init(
     enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
 ) -> Iterator[None]:
-    """No effect, logged once: layers store their parameters in `params_dtype` inside as outside, more exact than FP8 alone.
+    """No effect, logged once: parameters stay in `params_dtype`, which is more exact than FP8 alone.
 
     Raises:
         InputError: `preserve_high_precision_init_val`: the parameters themselves are in high precision.
@@ -133,7 +133,7 @@ get_default_fp8_recipe = get_default_recipe
 
 
 def check_fp8_support() -> tuple[bool, str]:
-    """(True if this machine computes FP8, the reason if not). A CPU computes the same numbers slowly."""
+    """(True if this machine supports FP8, the reason if not). A CPU computes the same numbers slowly."""
     if not torch.cuda.is_available() or gemm.is_native(torch.device("cuda", torch.cuda.current_device())):
         return True, ""
     return False, "FP8 needs a GPU of compute capability 8.9 or more."
@@ -155,7 +155,7 @@ def check_nvfp4_support() -> tuple[bool, str]:
 
 
 def check_recipe_support(recipe: Recipe) -> None:
-    """Raise a RuntimeError with the reason for a recipe that this machine does not compute."""
+    """Raise a RuntimeError with the reason if this machine does not support the recipe."""
     checks: tuple[tuple[Any, Any], ...] = (
         ((DelayedScaling, Float8CurrentScaling), check_fp8_support),
         (Float8BlockScaling, check_fp8_block_scaling_support),
@@ -170,7 +170,7 @@ def check_recipe_support(recipe: Recipe) -> None:
 
 
 def is_fp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
-    """True if this machine computes FP8; with `return_reason` as `check_fp8_support`."""
+    """True if this machine supports FP8; with `return_reason` as `check_fp8_support`."""
     return check_fp8_support() if return_reason else check_fp8_support()[0]
 
 
@@ -190,6 +190,6 @@ def is_nvfp4_available(return_reason: bool = False) -> bool | tuple[bool, str]:
 
 
 def is_bf16_available(return_reason: bool = False) -> bool | tuple[bool, str]:
-    """True if this machine computes bfloat16."""
+    """True if this machine supports bfloat16."""
     there = not torch.cuda.is_available() or torch.cuda.is_bf16_supported()
     return (there, "" if there else "this GPU has no bfloat16.") if return_reason else there

@@ -1,7 +1,7 @@
-"""Arguments of a call of Transformer Engine's attention that say which keys a query attends to: masks, window, lengths.
+"""Masks, windows and lengths in a call of Transformer Engine's attention: the keys that each query attends to.
 
-Each argument is used or checked: one that contradicts another, or the tensors, is refused. The result is a mask for the layers
-of `octavo.nn`, or a list of segments.
+Every argument is used or checked: one that contradicts another, or the tensors, is refused. The result is a mask for the layers
+of `octavo.nn`, or a list of segments for `octavo.nn.segments`.
 
 Shapes: B batch, Tq queries, Tk keys, H query heads, G key-value heads, D head dimension.
 """
@@ -23,12 +23,12 @@ from octavo.kernels.attention.pattern import Span
 from octavo.nn.segments import LIBRARY
 
 _PLACES = {"cu_seqlens_q": "cu_seqlens_q_padded", "cu_seqlens_kv": "cu_seqlens_kv_padded"}
-"""Lengths → where the sequences begin."""
+"""Cumulative lengths → offsets of the sequences."""
 MASKED = f"{LIBRARY} with a mask"
 
 
 def mask_type(argument: str, kind: Any) -> str:
-    """Transformer Engine's mask type, of which some have two spellings; an InputError unless it is one."""
+    """The mask type, one name for each of its spellings; an InputError for an unknown one."""
     name = str(kind).replace(",", "_")
     name = "padding_causal" if name == "causal_padding" else name
     if name not in TYPES:
@@ -37,7 +37,7 @@ def mask_type(argument: str, kind: Any) -> str:
 
 
 class Settings:
-    """A layer's mask type, window and cap, for calls that pass none."""
+    """A layer's mask type, window and softcap: the defaults of its calls."""
 
     def __init__(self, kind: str, window: Any, bottom_right: bool | None, softcap: float | None) -> None:
         self.kind, self.window, self.bottom_right = kind, window_pair(window), bottom_right
@@ -45,11 +45,11 @@ class Settings:
         self.softcap = cap_of(softcap)
         causal = "causal" in kind
         self.native = (self.window[0], 0) if self.window is not None and causal else None
-        """The window that the layer of `octavo.nn` applies itself, in causal calls."""
+        """The window of the `octavo.nn` layer in causal calls."""
 
     @classmethod
     def take(cls, values: dict[str, Any], name: str, prefix: str = "") -> Settings:
-        """The settings in a constructor's arguments, removed from them. name: of the mask type. prefix: of the others."""
+        """The settings in a constructor's `values`, which loses them. name: the mask type. prefix: of the other names."""
         kind = mask_type(name, values.pop(name))
         window, bottom_right = (values.pop(f"{prefix}{part}") for part in ("window_size", "bottom_right_diagonal"))
         return cls(kind, window, bottom_right, values.pop("softcap", None))
@@ -64,7 +64,7 @@ class Given:
     """The arguments of one call of attention.
 
     Attributes:
-        given: its arguments by `TAKEN`.
+        given: its arguments of `TAKEN` that are not None.
         encoded: hidden states of an encoder, [B, Tk, hidden].
         self_attention: queries and keys come from the same tokens and have the same lengths.
     """
@@ -111,7 +111,7 @@ class Given:
 
     @property
     def bias(self) -> str:
-        """Kind of bias."""
+        """Bias type."""
         return str(self.given.get("core_attention_bias_type", "no_bias"))
 
     @property
@@ -128,11 +128,11 @@ class Given:
         if getattr(core, "return_max_logit", False) or self.encoded is not None:
             return False
         if isinstance(self.mask, tuple) and len(self.mask) == 2 and self.mask[0] is not self.mask[1]:
-            return False  # of queries and of keys
+            return False  # different masks of queries and keys
         return queries == keys or (self.kind == "no_mask" and self.window is None)
 
     def native(self, batch: int, heads: int, queries: int, keys: int, device: torch.device) -> tuple[Tensor | None, str]:
-        """The mask for the layer of `octavo.nn`, and its mask type."""
+        """The mask for the layer of `octavo.nn`, bool [B or 1, H or 1, Tq, Tk] or None, and its mask type."""
         found, base = self._native((batch, heads, keys), device)
         self._check_samples(queries, keys)
         if found is not None:
@@ -194,7 +194,7 @@ class Given:
             say_once(f"attention: {what}, {way}", f"attention with {what} runs in {way}, not in a fused kernel.")
 
     def segments(self, q: Tensor, k: Tensor) -> tuple[list[Span], Tensor | None]:
-        """The segments, and for "arbitrary" the mask, True where a query attends to a key."""
+        """q [B, Tq, H, D], k [B, Tk, G, D] → the segments, and for "arbitrary" a mask [B or 1, H or 1, Tq, Tk]."""
         (batch, queries), keys = q.shape[:2], k.shape[1]
         padding = "padding" in self.kind
         whole = [Span(0, batch, 0, queries, 0, keys)]

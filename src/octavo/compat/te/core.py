@@ -48,7 +48,7 @@ def set_softmax(core: Any, softmax_type: str, heads: int, make: dict[str, Any]) 
 
 @dataclass(frozen=True)
 class Call(Given, _attention.Attending):
-    """A call, with the methods that compute it."""
+    """An attention call and its computation: the layers of `octavo.nn` call `core` or `context`."""
 
     def core(self, layer: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
         """softmax(…) · v of q [B, Tq, H, D], k and v [B, Tk, G, D] → [B, Tq, H·D]; with return_max_logit a pair."""
@@ -106,7 +106,7 @@ class Call(Given, _attention.Attending):
         return lambda way: others if way == LIBRARY else terms if any(terms.values()) else with_offset
 
     def scores(self, layer: Any, q: Tensor, keys: int, segments: list[Span]) -> Scores:
-        """Terms of the softmax, on the device of q. keys: Tk."""
+        """Bias, ALiBi slopes, cap and sink of the softmax, on the device of q [B, Tq, H, D]. keys: Tk."""
         sink = getattr(layer, "softmax_offset", None)
         bias, slopes, heads = self.given.get("core_attention_bias"), None, q.shape[2]
         samples = len(segments) if self.packed else len(q)
@@ -138,7 +138,10 @@ class Call(Given, _attention.Attending):
     def context(
         self, layer: Any, x: Tensor, delta: Tensor | None, rotary: Any, first: bool | None
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Implements `Attending`: products, rotation, q/k norms and attention of a layer."""
+        """Products, rotation, q/k norms and attention of a layer, as `Attending.context`.
+
+        x and delta [B, Tq, hidden] → the residual stream [B, Tq, hidden], and attention's result [B, Tq, H·D].
+        """
         q_angles, k_angles = self._angles(layer, rotary, x)
         before = q_angles is not None and not layer.norm_first and layer.q_norm is None
         fused = before and q_angles is k_angles and not layer.interleaved and layer.grouped and self.encoded is None

@@ -17,7 +17,7 @@ from octavo.nn.norm import forward_residual
 
 
 def make_cross(attention: Any, *, fused: bool) -> None:
-    """Replace the joint product of an `octavo.nn.MultiheadAttention`, in place."""
+    """Replace the query/key/value product of an `octavo.nn.MultiheadAttention` by two, in place. fused: key_value is one."""
     first: Any = attention.layernorm_qkv if attention.input_layernorm else attention.qkv
     weight = first.weight
     make = {"params_dtype": weight.dtype, "device": weight.device, "get_rng_state_tracker": first.draws.tracker}
@@ -42,7 +42,10 @@ def make_cross(attention: Any, *, fused: bool) -> None:
 def crossed(
     layer: Any, x: Tensor, delta: Tensor | None, encoded: Tensor | None, first: bool | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The residual stream, queries of x [B, T, H, D], keys and values of the encoder's output [B, Tk, G, D]."""
+    """x, delta [B, T, hidden], encoded [B, Tk, hidden] → residual stream [B, T, hidden], q [B, T, H, D], k and v [B, Tk, G, D].
+
+    B batch, T tokens, Tk tokens of the encoder, H query heads, G key-value heads, D head dimension.
+    """
     if encoded is None:
         raise InputError("cross-attention needs encoder_output: give the encoder's hidden states.")
     if layer.input_layernorm:

@@ -57,10 +57,10 @@ class FP8GlobalStateManager(metaclass=_Manager):
 
     @classmethod
     def reset(cls) -> None:
-        """Nothing to do between trainings.
+        """No effect: there is no global state.
 
         Raises:
-            InputError: within an autocast, where Transformer Engine would turn FP8 off for what follows.
+            InputError: within an autocast: Transformer Engine would turn FP8 off for the rest of the context.
         """
         if autocast.innermost() is not None:
             raise InputError(

@@ -1,6 +1,6 @@
-"""Gives the `octavo.nn` layers inside Transformer Engine's layers the attributes that libraries read of Transformer Engine's.
+"""Gives the `octavo.nn` layers inside Transformer Engine's layers the attributes that libraries read.
 
-A library walks `model.modules()` for layers with `fp8_meta`, or reads `use_bias` and `tp_size` of each. Results are the same.
+A library walks `model.modules()` for layers with `fp8_meta`, or reads `use_bias` and `tp_size` of each. Numbers do not change.
 """
 
 from __future__ import annotations
@@ -50,5 +50,5 @@ def make_readable(layer: nn.Module) -> None:
         if type(module) in _READABLE:
             module.__class__ = _READABLE[type(module)]
             module.is_constructed = True  # type: ignore[assignment]
-        elif "tp_size" not in vars(module):  # attention, whose class chooses its kernels
+        elif "tp_size" not in vars(module):  # attention: its class selects the kernels, and stays
             module.tp_size, module.tp_group, module.sequence_parallel = OneRank.tp_size, None, False  # type: ignore[assignment]

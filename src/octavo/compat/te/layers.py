@@ -1,4 +1,4 @@
-"""Transformer Engine's linear layers and norms: those of `octavo.nn`, with the order, defaults and names of its arguments."""
+"""Transformer Engine's linear layers and norms: `octavo.nn`'s, constructed by Transformer Engine's arguments and defaults."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from octavo.nn import norm as _norm
 
 
 class Kind(type):
-    """Metaclass of the layers: the layers of `octavo.nn` inside of other layers are instances too."""
+    """Metaclass of the layers: `isinstance` is True for layers of `octavo.nn` too, which other layers contain."""
 
     octavo: type[nn.Module] | tuple[type[nn.Module], ...] | None = None
 
@@ -42,7 +42,7 @@ def in_autocast(x: Tensor) -> Tensor:
 class Linear(Products, _linear.Linear, metaclass=Kind):
     """y = x · weightᵀ + bias."""
 
-    __module__ = "transformer_engine.pytorch.module.linear"  # by which clients recognise it
+    __module__ = "transformer_engine.pytorch.module.linear"  # libraries recognise the class by it
     octavo = (_linear.Linear, parts.Linear, SplitLinear)
     __signature__ = SIGNATURES["Linear"]
 
@@ -64,7 +64,7 @@ class Linear(Products, _linear.Linear, metaclass=Kind):
 class LayerNormLinear(HighPrecisionResults, Products, _linear.LayerNormLinear, metaclass=Kind):  # type: ignore[misc]
     """y = norm(x) · weightᵀ + bias."""
 
-    __module__ = "transformer_engine.pytorch.module.layernorm_linear"  # by which clients recognise it
+    __module__ = "transformer_engine.pytorch.module.layernorm_linear"  # libraries recognise the class by it
     octavo = _linear.LayerNormLinear
     __signature__ = SIGNATURES["LayerNormLinear"]
 
@@ -79,7 +79,7 @@ class LayerNormLinear(HighPrecisionResults, Products, _linear.LayerNormLinear, m
 class LayerNormMLP(Products, _mlp.LayerNormMLP, metaclass=Kind):
     """y = activation(norm(x) · fc1_weightᵀ + fc1_bias) · fc2_weightᵀ + fc2_bias."""
 
-    __module__ = "transformer_engine.pytorch.module.layernorm_mlp"  # by which clients recognise it
+    __module__ = "transformer_engine.pytorch.module.layernorm_mlp"  # libraries recognise the class by it
     octavo = _mlp.LayerNormMLP
     __signature__ = SIGNATURES["LayerNormMLP"]
 
@@ -93,9 +93,9 @@ class LayerNormMLP(Products, _mlp.LayerNormMLP, metaclass=Kind):
 
 
 class GroupedLinear(Products, _grouped.GroupedLinear, metaclass=Kind):
-    """The linear layers of several experts."""
+    """One linear layer for each of several experts."""
 
-    __module__ = "transformer_engine.pytorch.module.grouped_linear"  # by which clients recognise it
+    __module__ = "transformer_engine.pytorch.module.grouped_linear"  # libraries recognise the class by it
     octavo = _grouped.GroupedLinear
     __signature__ = SIGNATURES["GroupedLinear"]
 
@@ -106,7 +106,7 @@ class GroupedLinear(Products, _grouped.GroupedLinear, metaclass=Kind):
 class LayerNorm(Stateless, _norm.LayerNorm, metaclass=Kind):  # type: ignore[misc]
     """(x − mean) / √(variance + eps) · weight + bias."""
 
-    __module__ = "transformer_engine.pytorch.module.layernorm"  # by which clients recognise it
+    __module__ = "transformer_engine.pytorch.module.layernorm"  # libraries recognise the class by it
     octavo = _norm.LayerNorm
     __signature__ = SIGNATURES["LayerNorm"]
 
@@ -114,14 +114,14 @@ class LayerNorm(Stateless, _norm.LayerNorm, metaclass=Kind):  # type: ignore[mis
         super().__init__(**bound("LayerNorm", args, kwargs))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The norm of `x` [..., features], under `torch.autocast` in and of its dtype."""
+        """The norm of `x` [..., features]; under `torch.autocast` computed and returned in its dtype."""
         return super().forward(in_autocast(x))
 
 
 class RMSNorm(Stateless, _norm.RMSNorm, metaclass=Kind):
     """x / √(mean(x²) + eps) · weight."""
 
-    __module__ = "transformer_engine.pytorch.module.rmsnorm"  # by which clients recognise it
+    __module__ = "transformer_engine.pytorch.module.rmsnorm"  # libraries recognise the class by it
     octavo = _norm.RMSNorm
     __signature__ = SIGNATURES["RMSNorm"]
 
@@ -129,5 +129,5 @@ class RMSNorm(Stateless, _norm.RMSNorm, metaclass=Kind):
         super().__init__(**bound("RMSNorm", args, kwargs))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The norm of `x` [..., features], under `torch.autocast` in and of its dtype."""
+        """The norm of `x` [..., features]; under `torch.autocast` computed and returned in its dtype."""
         return super().forward(in_autocast(x))

@@ -1,7 +1,7 @@
-"""Checks of values that are refused under Transformer Engine's names, and of arguments that contradict each other. Calls use
-these functions, and `octavo migrate` applies them to a script, so that the two cannot differ.
+"""Argument checks for Transformer Engine's names: unsupported values, and arguments that contradict each other.
 
-Loads no torch. A tensor is any value but None: its shape and numbers are checked where they are used.
+The compatibility layer and `octavo migrate` share them, so that both refuse the same calls. Loads no torch: a tensor is present
+or None here; its shape and values are checked by the call.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TAKEN = (
     *LENGTHS, *LONGEST, "pad_between_seqs", "core_attention_bias_type", "core_attention_bias",
     "alibi_slopes", "softcap", "checkpoint_core_attention",
 )  # fmt: skip
-"""Arguments of a call that `octavo.compat.te.core.Call` handles."""
+"""Arguments of an attention call that `octavo.compat.te.core.Call` handles."""
 ATTENTION_TYPES = ("self", "cross")
 LAYER_TYPES = ("encoder", "decoder")
 OF_BLACKWELL = ("MXFP8BlockScaling", "NVFP4BlockScaling")
@@ -31,7 +31,7 @@ _USUAL = {
     "x_block_scaling_dim": 1, "w_block_scaling_dim": 2, "grad_block_scaling_dim": 1, "use_f32_scales": False,
     "backward_override": None,
 }  # fmt: skip
-"""Field of a recipe → the one value that it may have."""
+"""Field of a recipe → its only supported value."""
 
 
 def cap_of(value: Any) -> float:
@@ -74,7 +74,8 @@ def check_layer(layer: str, values: Mapping[str, Any]) -> None:
     """Check a layer's constructor for arguments that contradict each other; absent ones have their defaults.
 
     Raises:
-        InputError: they do not.
+        InputError: num_gqa_groups is not a whole number from 1, parameters_split does not fit out_features, or a decoder layer
+            has parallel_attention_mlp.
     """
     groups = values.get("num_gqa_groups")
     if groups is not None and (type(groups) is not int or groups < 1):
@@ -87,10 +88,10 @@ def check_layer(layer: str, values: Mapping[str, Any]) -> None:
 
 
 def check_terms(given: Mapping[str, Any]) -> str:
-    """The kind of bias of an attention call, from its arguments.
+    """The bias type of an attention call, from its arguments.
 
     Raises:
-        InputError: an unknown kind, a bias without its kind, or a kind without its bias.
+        InputError: an unknown type, a bias without its type, or a type without its bias.
     """
     bias = given.get("core_attention_bias_type", "no_bias")
     check_kind("core_attention_bias_type", bias, BIASES)
@@ -114,8 +115,7 @@ def check_cap_alone(cap: float, bias: str) -> None:
 def check_lengths(given: Mapping[str, Any], *, self_attention: bool, packed: bool = False) -> None:
     """Check that the cumulative lengths of a call are complete.
 
-    self_attention: queries and keys have the same lengths. packed: of packed
-    sequences, which have lengths.
+    self_attention: queries and keys have the same lengths. packed: the tensors are packed sequences, which need lengths.
 
     Raises:
         InputError: some are missing.
@@ -137,8 +137,8 @@ def check_rotation(given: Mapping[str, Any]) -> None:
     """Check the arguments of `apply_rotary_pos_emb` other than tensors.
 
     Raises:
-        InputError: another format, a flag that is not a bool, a rank outside `cp_size`, lengths unsupported by the format
-            or that are missing, or start positions of shared sequences.
+        InputError: another format, a flag that is not a bool, a rank outside `cp_size`, "thd" without cu_seqlens, another
+            format with them, or start positions of sequences that ranks share.
     """
     order, size, rank = given.get("tensor_format", "sbhd"), given.get("cp_size", 1), given.get("cp_rank", 0)
     check_kind("tensor_format", order, FORMATS)

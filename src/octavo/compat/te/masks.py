@@ -33,7 +33,7 @@ def window_pair(window: Any) -> tuple[int, int] | None:
 
 
 def without_effect(kind: str) -> None:
-    """Warn of a mask given with a mask type that uses none."""
+    """Warn that a mask type ignores `attention_mask`."""
     message = f"attention_mask has no effect with {kind!r}: use 'arbitrary' or a mask type with 'padding'."
     warnings.warn(message, stacklevel=3)  # shown once by Python
 
@@ -75,7 +75,7 @@ def mask_and_type(
 
 
 def is_arbitrary(mask: Tensor, batch: int, heads: int, queries: int, keys: int) -> bool:
-    """True if it is bool and of a shape that broadcasts to [batch, heads, queries, keys], with all queries and keys."""
+    """True for a bool mask [batch or 1, heads or 1, queries, keys]; leading dimensions may be missing."""
     leading = (1,) * (4 - mask.dim()) + tuple(mask.shape[:-2])
     fits = mask.dtype == torch.bool and 2 <= mask.dim() <= 4 and mask.shape[-2:] == (queries, keys)
     return fits and leading[0] in (1, batch) and leading[1] in (1, heads)
@@ -86,7 +86,7 @@ def _checked(kind: str, mask: Any, shape: tuple[int, int, int]) -> Tensor:
     if isinstance(mask, tuple):
         if len(mask) != 2:
             raise InputError(f"attention_mask is {len(mask)} masks: give one, or two of queries and keys.")
-        mask = mask[1]  # both are one: others are of `octavo.compat.te.call`
+        mask = mask[1]  # the same as mask[0]: `octavo.compat.te.call` handles different ones
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         shown = type(mask).__name__ if not isinstance(mask, Tensor) else mask.dtype
         raise InputError(

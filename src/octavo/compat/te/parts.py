@@ -42,7 +42,7 @@ class State(ModuleState):
 class Parts(nn.Module):
     """Base of layers with query_weight, key_weight, value_weight, and biases; `weight` and `bias` exist during a forward.
 
-    With other names the rows of the parts are concatenated in order.
+    With other `names` the rows of the parts are concatenated in order.
     """
 
     names: tuple[str, ...] = PARTS
@@ -54,7 +54,7 @@ class Parts(nn.Module):
     """Weight and bias during a forward."""
 
     def parts(self, kind: str) -> list[Any]:
-        """Query, key and value of a kind, "weight" or "bias": parameters, under FSDP1 tensors, None for absent biases."""
+        """Weights or biases (`kind`) of the parts: parameters, tensors under FSDP1, None for absent biases."""
         return [getattr(self, f"{part}_{kind}") for part in self.names]
 
     def _join(self, kind: str) -> Tensor | None:
@@ -69,7 +69,7 @@ class Parts(nn.Module):
     def __getattr__(self, name: str) -> Any:
         if name in ("weight", "bias"):
             joined = vars(self).get("joined")
-            if joined is None:  # what a script wrote there would be lost
+            if joined is None:  # outside of a forward: writes to a concatenated copy would be lost
                 there = ", ".join(f"{part}_{name}" for part in self.names)
                 way = f"The layer has {there}; {self.way} it has {name}."
                 raise MissingName(way_of(f"{type(self).__name__}.{name}", {name: way}))
@@ -104,7 +104,7 @@ class Product(nn.Module):
 
 
 class Linear(Parts, Product):
-    """`octavo.nn.Linear` of three parameters; no `nn.Linear`, whose weight code for all of these would fill."""
+    """`octavo.nn.Linear` of three parameters. Not an `nn.Linear`: init functions fill the `weight` of every one."""
 
 
 class LayerNormLinear(Parts, _linear.LayerNormLinear):
@@ -112,7 +112,7 @@ class LayerNormLinear(Parts, _linear.LayerNormLinear):
 
 
 def separate(layer: Any, heads: int, groups: int, init_method: Init | None = None) -> None:
-    """Split a layer's fused parameter into three, in place; `init_method` initializes each again."""
+    """Split a layer's fused parameter into three, in place; `init_method` reinitializes each."""
 
     def cut(whole: Tensor) -> tuple[Tensor, ...]:
         return split_qkv(whole, heads, groups)
@@ -141,10 +141,10 @@ def _into(layer: Any, names: tuple[str, ...], cut: Callable[[Tensor], tuple[Tens
 
 
 def rejoined(state: dict[str, Any], at: str, layer: Any, counts: Mapping[str, int], *, grouped: bool) -> None:
-    """Convert entries of a state dict, in place, to the one or several parameters of `layer`. at: its prefix.
+    """Convert entries of a state dict, in place, between one fused parameter and several, to the form of `layer`.
 
-    counts: part → its heads. grouped: the rows of one parameter are in groups, as many as the last part has heads; else the
-    parts follow one another.
+    at: the layer's prefix. counts: part → its heads. grouped: a fused parameter is grouped by key-value head, the heads of the
+    last part; else the parts follow one another.
     """
     groups = list(counts.values())[-1] if grouped else 1
     shares = [count // groups for count in counts.values()]

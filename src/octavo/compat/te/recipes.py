@@ -30,7 +30,7 @@ MAKERS = {
 
 
 def named(cls: Any) -> Any:
-    """Class decorator: a wrong field raises one InputError, and objects store which call their fields were written in."""
+    """Class decorator: a wrong field raises one InputError; `written_in` of an object is the call that its user wrote."""
     init = cls.__init__
 
     @functools.wraps(init)
@@ -58,7 +58,7 @@ def _told(error: ValidationError, owner: str) -> str:
 
 
 class _FormatHelper(NamedTuple):
-    """The largest values of forward and backward."""
+    """Largest finite values in forward and backward."""
 
     max_fwd: float
     max_bwd: float
@@ -98,7 +98,7 @@ class Recipe:
     """Base of the recipes."""
 
     _shown: ClassVar[tuple[str, ...]] = ()
-    """Fields of `repr`, in its order; `format` stands for `fp8_format`."""
+    """Fields in `repr`, in this order; `format` stands for `fp8_format`."""
 
     def __repr__(self) -> str:
         parts = [f"recipe_type={type(self).__name__}"]
@@ -153,7 +153,7 @@ def _check(recipe: Any) -> None:
 @named
 @dataclass(repr=False, config=_ANY)
 class DelayedScaling(Recipe):
-    """Scales from the largest values of earlier steps. `interval` and `override_linear_precision` are of early versions."""
+    """Scales from the amaxes of earlier steps. `interval` and `override_linear_precision` are arguments of early versions."""
 
     margin: int = 0
     fp8_format: Format = Format.HYBRID
@@ -183,7 +183,7 @@ class DelayedScaling(Recipe):
 @named
 @dataclass(repr=False)
 class Float8CurrentScaling(Recipe):
-    """Scales from each tensor itself."""
+    """Scales from each tensor's current amax."""
 
     use_power_2_scales: bool = False
     fp8_format: Format = Format.HYBRID
@@ -239,7 +239,7 @@ class Float8BlockScaling(Recipe):
 @named
 @dataclass(repr=False)
 class MXFP8BlockScaling(Recipe):
-    """Of Blackwell; an autocast refuses it."""
+    """A recipe for Blackwell: constructed, but refused by an autocast."""
 
     margin: int = 0
     fp8_format: Format = Format.E4M3
@@ -253,7 +253,7 @@ class MXFP8BlockScaling(Recipe):
 @named
 @dataclass(repr=False)
 class NVFP4BlockScaling(Recipe):
-    """Of Blackwell; an autocast refuses it."""
+    """A recipe for Blackwell: constructed, but refused by an autocast."""
 
     disable_rht: bool = False
     disable_stochastic_rounding: bool = False

@@ -25,7 +25,7 @@ class CudaRNGStatesTracker(RngStateTracker):
         )
 
     def reset(self) -> None:
-        """Forget all generators."""
+        """Remove all generators."""
         self.set_states({})
 
 
@@ -46,22 +46,22 @@ class _Restored(contextlib.AbstractContextManager[None]):
 def get_activation_recompute_contexts() -> tuple[
     contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]
 ]:
-    """The contexts of a checkpointed forward and of its recomputation, `context_fn` of PyTorch's `checkpoint`.
+    """Contexts of a checkpointed forward and of its recomputation: a `context_fn` of PyTorch's `checkpoint`.
 
-    Layers find the scales of their forward without them, too.
+    Recomputation uses its forward's scales without these contexts, too.
     """
     return recomputing()
 
 
 def prepare_te_modules_for_fsdp(fsdp_root: Any) -> None:
-    """No effect: layers save no further activations that could be sharded. Said once."""
+    """No effect, logged once: saved activations are not sharded."""
     say_once("prepare_te_modules_for_fsdp", "prepare_te_modules_for_fsdp has no effect: saved activations stay on their rank.")
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """`function(*args, **kwargs)`, recomputed in backward with the scales and random numbers of its forward.
 
-    Transformer Engine's arguments: use_reentrant (both give the same numbers), get_rng_state_tracker,
+    Accepts Transformer Engine's arguments: use_reentrant (no effect on the numbers), get_rng_state_tracker,
     distribute_saved_activations and tp_group.
 
     Raises:

@@ -1,7 +1,9 @@
 """Transformer Engine's rotary position embedding: its angles, and their application inside and outside of a layer.
 
-Interleaved angles rotate neighbouring columns of a head, others its two halves. Columns are reordered for the former, so that
-both are one computation, in float32.
+Interleaved angles rotate pairs of neighbouring columns of a head, others its two halves. For the former, columns are reordered,
+so that one function computes both, in float32.
+
+Shapes: B batch, T tokens, H heads, D head dimension, Dr rotated columns.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ class RotaryPositionEmbedding(nn.Module):
 
 
 def check_angles(freqs: Any, head_dim: int) -> None:
-    """Raise an InputError unless they are [positions, 1, 1, Dr], with an even Dr of at most `head_dim`."""
+    """Raise an InputError unless `freqs` is [positions, 1, 1, Dr], with an even Dr of at most `head_dim`."""
     if not isinstance(freqs, Tensor) or freqs.dim() != 4 or freqs.shape[1:3] != (1, 1) or not freqs.is_floating_point():
         raise InputError(
             f"rotary angles are {shown(freqs)}: give numbers [positions, 1, 1, columns], as RotaryPositionEmbedding does."
@@ -67,7 +69,7 @@ def check_angles(freqs: Any, head_dim: int) -> None:
 
 
 def _starts(given: Any, sequences: int) -> Tensor | None:
-    """start_positions on the host, int [sequences]; an InputError unless they are."""
+    """start_positions on the host, int [sequences]; an InputError for anything else."""
     if given is None:
         return None
     if not isinstance(given, Tensor) or given.dtype not in INTEGERS or tuple(given.shape) != (sequences,):
@@ -79,7 +81,9 @@ def _starts(given: Any, sequences: int) -> Tensor | None:
 
 
 def tables(freqs: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin of the positions `at`, int64 [B or 1, T] on any device; of −1 those of no rotation. float32 [B or 1, T, Dr].
+    """cos and sin, float32 [B or 1, T, Dr], of the positions `at`, int64 [B or 1, T] on any device; −1: no rotation.
+
+    freqs: angles [positions, 1, 1, Dr].
 
     Raises:
         InputError: a position beyond the angles.
@@ -117,14 +121,13 @@ def apply_rotary_pos_emb(
 ) -> Tensor:
     """`t`, [T, B, H, D], for "bshd" [B, T, H, D] or for "thd" [T, H, D], rotated by the angles `freqs` [T or more, 1, 1, Dr].
 
-    Contiguous, whatever the strides of `t`.
-    `fused` has no effect: both implementations compute in float32. start_positions: int [B], the position of each sequence's
-    first token. cu_seqlens: of "thd", where sequences begin and end; their positions begin at 0. cp_size, cp_rank: ranks that
-    share each sequence, in 2 · cp_size chunks, of which this one has two.
+    The result is contiguous. start_positions: int [B], the position of each sequence's first token. fused: no effect, both
+    implementations compute in float32. cu_seqlens: int [sequences + 1], cumulative lengths for "thd"; positions begin at 0 in
+    each sequence. cp_size, cp_rank: ranks that share each sequence in 2 · cp_size chunks, of which this one has two.
 
     Raises:
         InputError: another format, angles that do not fit, positions beyond them, start positions that are not one for each
-            sequence or are negative, start positions of shared sequences, or a rank that is none of `cp_size`.
+            sequence, are negative, or belong to shared sequences, or a rank outside `cp_size`.
     """
     check_kind("tensor_format", tensor_format, FORMATS)
     packed, first = tensor_format == "thd", tensor_format == "sbhd"

@@ -78,7 +78,7 @@ def places(
     Args:
         name: cu_seqlens_q or cu_seqlens_kv.
         ends: cumulative lengths.
-        padded: where the sequences begin, packed with padding behind them.
+        padded: offsets of packed sequences with padding behind them.
         tokens: of all packed sequences, or of a sample.
 
     Raises:
@@ -111,7 +111,7 @@ def joined(queries: list[tuple[int, int, int]], keys: list[tuple[int, int, int]]
     """Segments of the sequences' queries and keys.
 
     Raises:
-        InputError: other numbers of sequences.
+        InputError: different numbers of sequences of queries and of keys.
     """
     if len(queries) != len(keys):
         raise InputError(f"cu_seqlens_q is of {len(queries)} sequences, and cu_seqlens_kv of {len(keys)}: give as many.")
@@ -122,8 +122,8 @@ def joined(queries: list[tuple[int, int, int]], keys: list[tuple[int, int, int]]
 def positions(ends: Sequence[int], tokens: int, *, parts: int = 1, part: int = 0) -> Tensor:
     """int64 [tokens] on the host, the position of each packed token in its sequence; −1 behind all of them.
 
-    ends: where sequences begin and end, without padding or with it. parts: ranks that share each sequence in 2 · `parts`
-    chunks, of which rank `part` has this one and its mirror image; `tokens` are then those of the rank.
+    ends: cumulative lengths, with or without padding. parts: ranks that share each sequence in 2 · `parts` chunks, of which
+    rank `part` has chunk `part` and its mirror image; `tokens` are then those of the rank.
 
     Raises:
         InputError: sequences that chunks do not divide, or that end after the tokens.
@@ -144,7 +144,7 @@ def positions(ends: Sequence[int], tokens: int, *, parts: int = 1, part: int = 0
 
 
 def chunks(tokens: int, parts: int, part: int) -> Tensor:
-    """Positions of the tokens that a rank has of a sequence shared by `parts`; see `positions`.
+    """Positions, int64 [tokens], of rank `part`'s tokens of a sequence that `parts` ranks share; see `positions`.
 
     Raises:
         InputError: an odd number of tokens, which cannot be two chunks.

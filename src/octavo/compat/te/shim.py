@@ -112,5 +112,5 @@ def install(*, replace_installed: bool = False) -> None:
 
 
 def uninstall() -> None:
-    """Take Transformer Engine's names away from this process."""
+    """Remove Transformer Engine's names from this process; existing objects stay valid."""
     finder.uninstall(SHIM)

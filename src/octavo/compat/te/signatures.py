@@ -93,7 +93,7 @@ _INIT = ("init_method", "output_layer_init_method")
 def bound(layer: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a layer by name, for the layer of `octavo.nn`; unknown ones are left for it to refuse.
 
-    Weights are normal with σ 0.023 where no initialisation is given, and the device is the GPU where there is one.
+    Defaults: weights normal with σ 0.023, and the GPU as device on a machine that has one.
     """
     signature = SIGNATURES[layer]
     known = {name: value for name, value in kwargs.items() if name in signature.parameters}
@@ -119,7 +119,7 @@ def _ranks(values: Mapping[str, Any]) -> int:
 
 
 def normal(weight: torch.Tensor) -> None:
-    """Transformer Engine's initial values where a layer is given no `init_method`."""
+    """Transformer Engine's default `init_method`: normal values with mean 0 and σ 0.023, in place."""
     nn.init.normal_(weight, mean=0.0, std=0.023)
 
 

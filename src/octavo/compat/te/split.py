@@ -19,7 +19,7 @@ from octavo.nn import linear as _linear
 
 
 class HighPrecisionResults:
-    """Base: refuses calls that ask for a result in FP8."""
+    """Base: refuses results and gradients in FP8."""
 
     def forward(
         self,

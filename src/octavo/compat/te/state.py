@@ -35,7 +35,7 @@ _MAGIC = b"octavo-fp8:"
 
 
 def encode(module: nn.Module) -> Tensor:
-    """The FP8 state of a module's layers, uint8 on the CPU."""
+    """The FP8 state of a module's layers as uint8 [bytes] on the CPU: a header in JSON, and safetensors."""
     recipe = next((state.history_recipe for _, state in states_of(module) if state.records), None)
     header: dict[str, Any] = {}
     if isinstance(recipe, DelayedScaling):
@@ -56,7 +56,7 @@ def is_ours(state: Any) -> bool:
 
 
 def decode(module: nn.Module, state: Tensor) -> None:
-    """Restore the FP8 state of a module's layers."""
+    """Restore the FP8 state of a module's layers from uint8 [bytes] of `encode`."""
     data = state.cpu().numpy().tobytes()[len(_MAGIC) :]
     size = int.from_bytes(data[:4], "little")
     header = json.loads(data[4 : 4 + size])
@@ -94,7 +94,7 @@ WAYS = {
 
 
 class Named(nn.Module):
-    """Base of layers, with the remedy for an absent name of Transformer Engine's."""
+    """Base of layers: an absent attribute of Transformer Engine's layers raises MissingName with the remedy."""
 
     def __getattr__(self, name: str) -> Any:
         if name in WAYS:
@@ -123,11 +123,11 @@ class Stateful(Named):
         self.register_load_state_dict_post_hook(_after_loading)
 
     def get_extra_state(self) -> Tensor:
-        """FP8 scales and histories, uint8."""
+        """FP8 scales and amax histories, uint8 [bytes]."""
         return encode(self)
 
     def set_extra_state(self, state: Any) -> None:
-        """Restore them; a state that Transformer Engine wrote is skipped, which is logged once."""
+        """Restore them; Transformer Engine's own state is skipped, logged once."""
         vars(self)["loaded_state"] = state if is_ours(state) else None
         if is_ours(state):
             decode(self, state)
@@ -172,12 +172,12 @@ _IN_PLACE = tuple(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "f
 
 
 class Scaling(NamedTuple):
-    """Scales and histories of the tensors of a direction, in Transformer Engine's order: copies, which refuse writes."""
+    """Scales and amax histories of forward or backward, in Transformer Engine's order of tensors: read-only copies."""
 
     scale: Tensor
-    """float32 [n]; 1 of a tensor that is not cast here."""
+    """float32 [n]; 1 for a tensor that is not cast."""
     amax_history: Tensor
-    """float32 [L, n], the newest first."""
+    """float32 [L, n], the newest amax first."""
 
 
 class Resettable:
@@ -211,7 +211,7 @@ class Resettable:
 
 
 class OneRank(Named):
-    """Base of layers with one tensor-parallel rank, with the attributes that libraries read about it."""
+    """Base of layers: the attributes of tensor parallelism that libraries read, for a single rank."""
 
     tp_size = 1
     tp_group = None
@@ -219,7 +219,7 @@ class OneRank(Named):
 
 
 class Readable(Resettable, OneRank):
-    """Base of layers with products, with the attributes that libraries read of them."""
+    """Base of layers with matrix products: the attributes that libraries read."""
 
     parallel_mode = None
     return_bias: bool
@@ -232,12 +232,12 @@ class Readable(Resettable, OneRank):
 
     @property
     def apply_bias(self) -> bool:
-        """True if the bias is added, and not returned."""
+        """True if the layer adds its bias, False if it returns it."""
         return self.use_bias and not self.return_bias
 
     @property
     def fp8_meta(self) -> Mapping[str, Any]:
-        """recipe, num_gemms, fp8_checkpoint and, once there are histories, scaling_fwd and scaling_bwd; it refuses writes."""
+        """Read-only: recipe, num_gemms, fp8_checkpoint and, once there are histories, scaling_fwd and scaling_bwd."""
         states = [state for _, state in states_of(self)]
         recipe = next((state.recipe for state in states if state.recipe is not None), None)
         found: dict[str, Any] = {"recipe": recipe, "num_gemms": len(states), "fp8_checkpoint": recipe is not None}
@@ -248,10 +248,10 @@ class Readable(Resettable, OneRank):
 
 
 class Products(Readable, Stateful):
-    """Base of the layers with products that a script makes."""
+    """Base of the layers with products that a script constructs."""
 
 
-@torch.inference_mode()  # of which a write raises
+@torch.inference_mode()  # writes to its results raise
 def _scaling(states: Sequence[ModuleState], operands: Sequence[Operand | None]) -> Scaling:
     slots = [state.records.get(operand) if operand is not None else None for state in states for operand in operands]
     one = next(slot for state in states for slot in state.records.values())
@@ -267,7 +267,7 @@ def _nothing() -> Tensor:
 
 
 class Stateless(Resettable, Named):
-    """Base of layers without FP8 state, which have an empty entry for it, as Transformer Engine's."""
+    """Base of layers without FP8 state: their `_extra_state` is empty, as in Transformer Engine."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -287,13 +287,13 @@ def _add_entry(module: Stateless, state: dict[str, Any], prefix: str, *others: A
 
 
 def _after_loading(module: Stateful, *others: Any) -> None:
-    """Restore layers inside this one, which load after it and have treated their weights as ones without scales."""
+    """Restore the FP8 state of contained layers: they load later, and begin anew with weights that come without scales."""
     if (state := vars(module).pop("loaded_state", None)) is not None:
         decode(module, state)
 
 
 def _before_loading(module: Stateful, state: dict[str, Any], prefix: str, *others: Any) -> None:
-    """Convert a state dict of Transformer Engine's layer, or of this one, to the entries of this layer."""
+    """Convert a state dict of Transformer Engine's layer, or of this one, to this layer's parameters."""
     keys = [key for key in state if key.startswith(prefix) and key.rpartition(".")[2] == KEY]
     if not is_ours(state.get(f"{prefix}{KEY}")):
         foreign = next((state[key] for key in keys if isinstance(state[key], Tensor) and state[key].numel()), None)
