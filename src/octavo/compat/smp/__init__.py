@@ -1,4 +1,4 @@
-"""SMP's names: `install()` gives torch.sagemaker to this process, `uninstall()` takes it away."""
+"""SMP's names: `install()` gives torch.sagemaker to this process, `uninstall()` removes it."""
 
 from octavo.compat.smp.shim import install, uninstall
 

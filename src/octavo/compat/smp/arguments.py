@@ -24,7 +24,7 @@ _NEUTRAL = [
     "use_orig_params",
     "post_param_init_fn",
 ]
-"""Arguments without effect on results: Octavo shards block by block, prefetches, and never flattens parameters."""
+"""Arguments without effect: Octavo always shards block by block, prefetches, and never flattens parameters."""
 
 
 @dataclass
@@ -39,11 +39,11 @@ class Given:
 
 
 def given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
-    """The arguments behind the module.
+    """The arguments of FullyShardedDataParallel after `module`.
 
     Raises:
-        InputError: a value that Octavo does not support, or of the wrong type.
-        TypeError: PyTorch has no such argument either.
+        InputError: an unsupported value, or one of the wrong type.
+        TypeError: an argument that PyTorch does not have either.
     """
     if len(args) > len(_ORDER) or (twice := set(_ORDER[: len(args)]) & kwargs.keys()):
         what = f"argument {sorted(twice)[0]!r} twice" if len(args) <= len(_ORDER) else "too many positional arguments"

@@ -9,11 +9,11 @@ from octavo.errors import OctavoError
 
 
 class CheckpointingException(OctavoError):
-    """A save in the background that failed; scripts take the name from `megatron.core.dist_checkpointing.mapping`."""
+    """A failed background save; scripts import the name from `megatron.core.dist_checkpointing.mapping`."""
 
 
 class AsyncCallsQueue:
-    """Saves in the background, in order. `maybe_finalize_async_calls` raises their errors."""
+    """Background saves, in order. `maybe_finalize_async_calls` raises their errors."""
 
     def __init__(self) -> None:
         self._calls: list[tuple[int, Future[None]]] = []
@@ -23,7 +23,7 @@ class AsyncCallsQueue:
     def schedule(self, function: Any) -> int:
         """Queue a function; returns the save's number."""
         if self._executor is None:
-            self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")  # a process that ends waits for its thread
+            self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")  # Python waits for this thread at exit
         self._calls.append((self._count, self._executor.submit(function)))
         self._count += 1
         return self._count - 1
@@ -31,10 +31,10 @@ class AsyncCallsQueue:
     def maybe_finalize_async_calls(
         self, blocking: bool = False, process_group: Any = None, skip_sync: bool = False, no_dist: bool = True
     ) -> list[int]:
-        """The numbers of the saves that have ended, of all if `blocking`.
+        """Numbers of the saves that have ended; with `blocking` it waits for all.
 
-        The last three arguments are SMP's and Megatron's and have no effect: a save ends on all ranks of its group at once,
-        since its metadata are written last.
+        The last three arguments are SMP's and Megatron's, without effect: metadata are written last, so a save ends on all
+        ranks of its group at once.
 
         Raises:
             CheckpointingException: a save failed.
@@ -42,7 +42,7 @@ class AsyncCallsQueue:
         ended = []
         while self._calls and (blocking or self._calls[0][1].done()):
             number, future = self._calls.pop(0)
-            error = future.exception()  # PyTorch's error is no Exception, and holds those of all ranks
+            error = future.exception()  # PyTorch's is a BaseException with the errors of all ranks
             if error is not None:
                 cause = next(iter(getattr(error, "failures", {}).values()), (error,))[0]
                 raise CheckpointingException(f"asynchronous save {number} failed: {type(cause).__name__}: {cause}") from error
@@ -50,7 +50,7 @@ class AsyncCallsQueue:
         return ended
 
     def get_num_unfinalized_calls(self) -> int:
-        """Saves that were not finalised yet."""
+        """Number of saves that are not finalised yet."""
         return len(self._calls)
 
     def close(self) -> None:
@@ -62,7 +62,7 @@ DEFAULT_ASYNC_REQUEST_QUEUE = AsyncCallsQueue()
 
 
 def maybe_finalize_async_calls(blocking: bool = True, process_group: Any = None, skip_sync: bool = False) -> list[int]:
-    """The numbers of the asynchronous saves that have ended; with `blocking` it waits for all of them.
+    """Numbers of the asynchronous saves that have ended; with `blocking` it waits for all.
 
     Raises:
         CheckpointingException: a save failed.

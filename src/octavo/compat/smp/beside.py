@@ -1,7 +1,7 @@
 """Stand-ins for modules of other packages (smdistributed, megatron, distutils) that SMP's scripts import. Loads no torch.
 
-Installed packages go first. `importlib.util.find_spec`, by which libraries look for a whole package, finds SageMaker's and
-Megatron's names only after the script has imported them.
+An installed package has precedence. `importlib.util.find_spec`, by which libraries look for a whole package, finds SageMaker's
+and Megatron's names only after the script has imported them.
 """
 
 from __future__ import annotations

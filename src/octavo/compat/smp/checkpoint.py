@@ -50,7 +50,7 @@ def _place(path: Any) -> str:
     """A URL with a scheme known to fsspec, in lower case, or a path with ~ expanded.
 
     Raises:
-        InputError: neither, or of a kind that needs another package.
+        InputError: neither, or a scheme that needs another package.
     """
     if not _is_remote(path):
         return str(_folder(path))
@@ -80,7 +80,7 @@ class DistributedFileSystemReader(FileSystemReader):
     """Reads a checkpoint from a local folder, or through fsspec from a URL such as s3://…."""
 
     def __new__(cls, path: Any, *args: Any, **kwargs: Any) -> Any:
-        """One of PyTorch's for URLs in its place."""
+        """PyTorch's fsspec class for a URL, else this one."""
         return FsspecReader(_place(path), *args, **kwargs) if _is_remote(path) else super().__new__(cls)
 
     def __init__(self, path: Any, *args: Any, **kwargs: Any) -> None:
@@ -91,7 +91,7 @@ class DistributedFileSystemWriter(FileSystemWriter):
     """Writes a checkpoint to a local folder, or through fsspec to a URL such as s3://…."""
 
     def __new__(cls, path: Any, *args: Any, **kwargs: Any) -> Any:
-        """One of PyTorch's for URLs in its place."""
+        """PyTorch's fsspec class for a URL, else this one."""
         return FsspecWriter(_place(path), *args, **kwargs) if _is_remote(path) else super().__new__(cls)
 
     def __init__(self, path: Any, *args: Any, **kwargs: Any) -> None:
@@ -146,9 +146,9 @@ def async_save(
     s3_region: str | None = None,
     s3client_config: Any = None,
 ) -> None:
-    """`save` a copy in host memory from a background thread; `maybe_finalize_async_calls` waits for it and raises its error.
+    """Copy a state dict to host memory and `save` it in a background thread; `maybe_finalize_async_calls` raises its error.
 
-    Over a group that is neither a sharded model's, nor its replicas', nor all ranks, it writes before it returns.
+    The save is synchronous over a group other than all ranks, a sharded model's, or its replicas'.
     """
     if storage_writer is None:
         _check_writable(checkpoint_id)
@@ -178,7 +178,7 @@ def load(
     s3_region: str | None = None,
     s3client_config: Any = None,
 ) -> None:
-    """Fill the tensors of a state dict, and replace its other values, from a checkpoint of `save`. Collective.
+    """Read a checkpoint of `save` into a state dict: tensors in place, other values replaced. Collective.
 
     Raises:
         InputError: no folder, no checkpoint in it, or the checkpoint of another state dict.
@@ -195,7 +195,7 @@ def load(
         raise InputError(f"load: there is not a checkpoint in {str(path)!r}: give the folder that save or async_save wrote.")
     with _together("load", process_group):
         pass
-    # Rows share the memory of the tensors; other values are put back by hand.
+    # Rows share the memory of the state's tensors; `read_back` copies other values.
     rows = _of_group(state_dict, process_group)
     try:
         with warnings.catch_warnings():
@@ -253,14 +253,14 @@ def _write(
     token = _PREPARED.set(True)
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as asked for
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # no_dist
             state_dict_saver.save(state, storage_writer=writer, planner=planner, process_group=group, no_dist=alone)
     finally:
         _PREPARED.reset(token)
 
 
 def _together(call: str, group: dist.ProcessGroup | None) -> contextlib.AbstractContextManager[None]:
-    """A barrier of all ranks for a call; none for a call of some of them."""
+    """A barrier over all ranks; without effect for a call over a group."""
     return together(f"torch.sagemaker's {call}") if group is None else contextlib.nullcontext()
 
 
@@ -284,10 +284,10 @@ def _check_folder(checkpoint_id: Any, writer: Any, group: dist.ProcessGroup | No
 
 
 def _of_group(state: Any, group: dist.ProcessGroup | None) -> Any:
-    """A state in which DTensors that extend beyond the group are replaced by this rank's rows, and local rows by DTensors.
+    """A state for a save over a group: DTensors beyond the group become this rank's rows, and local rows become DTensors.
 
-    Likewise for ShardedTensors, which a local state of PyTorch's FSDP has. With several ranks it leaves out the views of
-    them that `use_orig_params` adds: other ranks have different views under the same names.
+    Likewise for the ShardedTensors in a local state of PyTorch's FSDP. Views of them, which `use_orig_params` adds, are left
+    out with several ranks: other ranks have different views under the same names.
     """
     members = set(dist.get_process_group_ranks(group)) if group is not None else None
 
@@ -326,7 +326,7 @@ def _is_among(members: set[int] | None, value: ShardedTensor) -> bool:
 
 
 def _is_view(value: Any, shards: list[ShardedTensor]) -> bool:
-    """True for a tensor that shares memory with one of these, and for an empty one."""
+    """True for a tensor that shares memory with one of the shards, or is empty."""
     if not shards or not isinstance(value, Tensor) or isinstance(value, ShardedTensor | DTensor):
         return False
     memory = value.untyped_storage().data_ptr()
@@ -334,7 +334,7 @@ def _is_view(value: Any, shards: list[ShardedTensor]) -> bool:
 
 
 def _covers(members: set[int], value: Tensor) -> bool:
-    """True if the ranks together hold all rows of a tensor rank's part: at least one replica."""
+    """True if the ranks include a whole replica: all rows of a tensor rank's part."""
     return any(members.issuperset(replica) for replica in tensor_folders.replicas_of_part(value))
 
 
@@ -345,7 +345,7 @@ def _shards_of(members: set[int], value: Tensor) -> set[int]:
 
 
 def of_models(state: Any, group: dist.ProcessGroup | None) -> Any:
-    """A state for PyTorch's `save` and `load`: `_of_group` if it contains a model's state, else unchanged."""
+    """A state for PyTorch's `save` and `load`: by `_of_group` if it contains a model's state, else unchanged."""
     return _of_group(state, group) if next(states_in(state), None) is not None else state
 
 
@@ -366,14 +366,14 @@ def _prepared(
 
 
 def read_back(state: dict[str, Any], rows: Mapping[str, Any]) -> None:
-    """Copy values that were loaded into `_of_group(state)` back into the state."""
+    """Copy the loaded values of `rows`, from `_of_group(state)`, back into the state."""
     for key in state:
         if key in rows:
             state[key] = _loaded(state[key], rows[key])
 
 
 def _loaded(old: Any, new: Any) -> Any:
-    """`old` after a load: tensors, dictionaries and lists filled in place, tuples rebuilt, other values replaced by `new`."""
+    """`old` with the loaded values: tensors, dictionaries and lists in place, tuples rebuilt, others replaced by `new`."""
     if isinstance(old, Mapping | list):
         for key in [key for key in old if key in new] if isinstance(old, Mapping) else range(len(old)):
             old[key] = _loaded(old[key], new[key])  # type: ignore[index]
@@ -397,14 +397,14 @@ def _gloo_group(members: list[int]) -> Any:
 
 
 def make_background_groups(groups: list[list[int]]) -> None:
-    """Create gloo groups for background saves, since two threads may not share one. Collective over all ranks."""
+    """Create gloo groups for background saves: two threads may not share a group. Collective over all ranks."""
     for members in groups:
         if len(members) > 1 and _gloo_group(members) is None:
             process.background_groups[tuple(members)] = dist.group.WORLD, dist.new_group(members, backend="gloo")
 
 
 def _background_group(group: dist.ProcessGroup | None) -> tuple[bool, dist.ProcessGroup | None]:
-    """(True if a save over this group can run in the background, the group that it uses there)."""
+    """(True if a save over this group can run in the background, the group of the background thread)."""
     if not dist.is_initialized():
         return True, None
     members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
@@ -413,7 +413,7 @@ def _background_group(group: dist.ProcessGroup | None) -> tuple[bool, dist.Proce
 
 
 def load_optimizer(model_state: Mapping[str, Any], key: str, reader: Any, planner: Any, group: Any) -> dict[str, Any]:
-    """`{key: the optimizer's state}` of a checkpoint, sharded as the model's; for `FSDP.optim_state_dict_to_load`."""
+    """`{key: optimizer state}` of a checkpoint, sharded like the model's parameters, for `FSDP.optim_state_dict_to_load`."""
     metadata = reader.read_metadata()
     state: dict[str, Any] = {}
     for name, found in metadata.state_dict_metadata.items():

@@ -1,4 +1,7 @@
-"""SMP's configurations of `torch.sagemaker.init` and of experts (`MoEConfig`). No torch: `octavo migrate` uses them too."""
+"""SMP's configuration classes: of `torch.sagemaker.init`, and of experts (`MoEConfig`).
+
+Loads no torch: `octavo migrate` checks a script's values with them.
+"""
 
 from __future__ import annotations
 
@@ -35,15 +38,15 @@ class MoEConfig:
     Attributes:
         smp_moe: False: the fields below are ignored, and the model's config decides.
         random_seed: without effect: generators and initial values have the `random_seed` of `torch.sagemaker.init`.
-        moe_load_balancing: as in `[moe]`. "sinkhorn" is Megatron-LM's; SMP publishes no definition of "balanced", for which
-            tokens are routed to the experts round robin.
+        moe_load_balancing: as in `[moe]`. "sinkhorn" is Megatron-LM's. SMP publishes no definition of "balanced": here it is
+            round robin.
         global_token_shuffle: False.
         moe_all_to_all_dispatcher: no effect: both dispatchers give the same numbers.
         moe_aux_loss_coeff, moe_z_loss_coeff: apply to means over the layers; Megatron-LM sums over layers.
         use_cpu_initialization: without effect: initial values are the same on every device.
 
     Raises:
-        InputError: a value of the wrong kind, or a `moe_load_balancing` that SMP does not have either.
+        InputError: a value of the wrong type, or a `moe_load_balancing` unknown to SMP.
     """
 
     smp_moe: bool = True
@@ -60,7 +63,7 @@ class MoEConfig:
             raise unknown("moe_load_balancing", str(self.moe_load_balancing), BALANCING)
         flags = ("smp_moe", "global_token_shuffle", "moe_all_to_all_dispatcher", "use_cpu_initialization")
         given = {name: getattr(self, name) for name in flags}
-        # Arguments of a script are 0, 1 or None.
+        # SMP's scripts pass flags as 0, 1 or None.
         check_flags("MoEConfig", **{name: bool(value) if value in (None, 0, 1) else value for name, value in given.items()})
         for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
             value = getattr(self, name)

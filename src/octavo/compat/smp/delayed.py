@@ -16,10 +16,10 @@ from octavo.errors import InputError
 
 
 class ParamInit:
-    """The function that FSDP's `param_init_fn` takes.
+    """A `param_init_fn` for FSDP.
 
-    For a transformed model it only marks that Octavo initializes it: by the model's rule, the same on any number of ranks. For
-    any other model PyTorch's FSDP calls it with each module.
+    For a transformed model it is a mark only: Octavo initializes the model by its config, equally on any number of ranks. For
+    any other model, PyTorch's FSDP calls it with each module.
     """
 
     def __init__(self, initer: DelayedParamIniter) -> None:
@@ -35,12 +35,12 @@ class DelayedParamIniter:
 
     Args:
         model: transformed, or any other for PyTorch's FSDP.
-        init_method_using_config: fills the direct parameters of a module, for models that are neither transformed nor of
-            Hugging Face.
+        init_method_using_config: initializes the direct parameters of a module, in a model that is neither transformed nor
+            Hugging Face's.
         verbose: log the parameters.
 
     Raises:
-        InputError: `init_method_using_config` for a transformed model, whose modules and fused parameters it does not know.
+        InputError: `init_method_using_config` for a transformed model, which has other modules and fused parameters.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class DelayedParamIniter:
         self.counted = 0
 
     def get_param_init_fn(self) -> ParamInit:
-        """For FSDP's `param_init_fn`."""
+        """The function for FSDP's `param_init_fn`."""
         return ParamInit(self)
 
     def get_post_param_init_fn(self) -> Callable[[nn.Module], None]:
-        """For FSDP's `post_param_init_fn`: restores tied weights. A transformed model's stay tied."""
+        """The function for FSDP's `post_param_init_fn`: ties weights; those of a transformed model stay tied anyway."""
 
         def tie(module: Any) -> None:
             if transformed(self.model) is None and hasattr(module, "tie_weights"):
@@ -68,12 +68,12 @@ class DelayedParamIniter:
         return tie
 
     def count_num_params(self, module: nn.Module, *args: nn.Parameter) -> None:
-        """Count the given parameters, or else the module's direct ones, as initialized."""
+        """Count `args`, by default the module's direct parameters, as initialized."""
         self.counted += sum(p.numel() for p in (args or module.parameters(recurse=False)))
 
     @contextlib.contextmanager
     def validate_params_and_buffers_inited(self, enabled: bool = True) -> Iterator[None]:
-        """After the block no parameter and no buffer of the model is on the meta device any more.
+        """Context after which no parameter and no buffer of the model may be on the meta device.
 
         Raises:
             AssertionError: one is.
@@ -86,7 +86,7 @@ class DelayedParamIniter:
 
     @torch.no_grad()
     def init(self, module: nn.Module) -> None:
-        """Memory and initial values for the direct parameters of a module, in a model that is not transformed."""
+        """Give memory and initial values to the direct parameters of a module, in a model that is not transformed."""
         parameters = list(module.parameters(recurse=False))
         device = default_device() or torch.device("cpu")
         if self.method is not None:

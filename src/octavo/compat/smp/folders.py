@@ -1,4 +1,4 @@
-"""One checkpoint in several folders, for scripts whose ranks give PyTorch's writer different folders in one save.
+"""One checkpoint in several folders: in SMP's scripts, ranks of one save give PyTorch's writer different folders.
 
 SMP's example scripts write a folder for each `ep_rank`, over `model.process_group`, each with a whole model, and one for each
 `tp_rank`. In Octavo the ranks of all folders together hold the parameters. So each folder gets the metadata of the whole
@@ -27,7 +27,7 @@ _ATTEMPTS = 8
 
 
 class _Folder(str):
-    """A rank's folder, sent to the coordinator as the `storage_data` of its plan."""
+    """A rank's folder; its plan takes it to the coordinator as `storage_data`."""
 
     __slots__ = ()
 
@@ -51,8 +51,8 @@ def patched() -> dict[str, Callable[..., Any]]:
         return planned
 
     def finish_one(self: Any, metadata: Any, results: list[list[Any]]) -> None:
-        # Replicas that write one folder at once have one temporary file: the rename of one takes it from the other, which has
-        # removed the metadata just before. A replica that finds it missing writes it again, so that the last rename stays.
+        # Replicas that write a folder at the same time share a temporary file: each removes the metadata and renames the file,
+        # which one of them then finds missing. That one rewrites it, so that the last rename leaves the metadata in place.
         for attempt in range(_ATTEMPTS):
             try:
                 finish(self, metadata, results)
@@ -83,7 +83,7 @@ def patched() -> dict[str, Callable[..., Any]]:
 
 
 def patched_reader() -> dict[str, Callable[..., None]]:
-    """A `FileSystemReader.set_up_storage_reader` that names a missing folder of the checkpoint."""
+    """A `FileSystemReader.set_up_storage_reader` with an error that names missing folders of the checkpoint."""
     original = FileSystemReader.set_up_storage_reader
 
     def set_up_storage_reader(self: Any, metadata: Any, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -119,7 +119,7 @@ def _check(writer: Any, folders: list[str]) -> None:
 
 
 def _seen_from(home: str, folder: str, results: list[Any]) -> list[Any]:
-    """Results of the ranks with this folder, with paths from `home`."""
+    """Results of a rank that wrote to `folder`, with paths relative to `home`."""
     way = os.path.relpath(folder, home)
 
     def moved(result: Any) -> Any:

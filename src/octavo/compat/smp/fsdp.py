@@ -1,9 +1,9 @@
 """FullyShardedDataParallel around a transformed model: Octavo's sharding behind the arguments of PyTorch's FSDP1.
 
-`ShardedModel` is a subclass of PyTorch's class, whose constructor returns one when given a transformed model
-(`octavo.compat.smp.patches`). Octavo shards block by block whatever auto_wrap_policy says; rotary tables stay float32.
+`ShardedModel` is a subclass of PyTorch's class; PyTorch's constructor returns one for a transformed model
+(`octavo.compat.smp.patches`). Octavo shards block by block, whatever the auto_wrap_policy; rotary tables stay float32.
 
-How `sharding_strategy` and hybrid_shard_degree H combine, as SMP has it:
+`sharding_strategy` and hybrid_shard_degree H combine as in SMP:
 
     H = 0     by strategy: FULL_SHARD, SHARD_GRAD_OP over all ranks; HYBRID_SHARD, _HYBRID_SHARD_ZERO2 over those of a
               host; NO_SHARD over none
@@ -54,7 +54,7 @@ IN_HOST = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 
 class ShardedModel(FullyShardedDataParallel):
-    """A transformed model over the ranks of `torch.sagemaker.init`.
+    """A transformed model, sharded over the ranks of `torch.sagemaker.init`.
 
     Attributes:
         module: the model itself.
@@ -99,11 +99,11 @@ class ShardedModel(FullyShardedDataParallel):
 
     @property
     def sharded_model(self) -> ShardedModel:
-        """This object, under a name that wrappers forward."""
+        """This object: wrappers that forward attributes forward this one."""
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's, so that its calls and state pass through."""
+        """The model's forward."""
         return self.module(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -112,7 +112,7 @@ class ShardedModel(FullyShardedDataParallel):
         except AttributeError:
             return getattr(nn.Module.__getattr__(self, "_fsdp_wrapped_module"), name)
 
-    # Module names as in PyTorch's FSDP outside of `summon_full_params`: per-class rules look parameters up by them.
+    # Names as in PyTorch's FSDP outside of `summon_full_params`: rules by class look parameters up under module names.
     named_parameters, named_buffers = nn.Module.named_parameters, nn.Module.named_buffers
 
     def apply(self, fn: Callable[[nn.Module], None]) -> ShardedModel:
@@ -125,7 +125,7 @@ class ShardedModel(FullyShardedDataParallel):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside accumulate gradients on this rank; the next one outside reduces the sum over the ranks."""
+        """Accumulate gradients on this rank without reduction; the next backward outside reduces their sum over the ranks."""
         model = self.module
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(False)
@@ -145,7 +145,7 @@ class ShardedModel(FullyShardedDataParallel):
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
-        """The state in the type of the surrounding `state_dict_type` context; without one whole, with Hugging Face's names."""
+        """The state by the surrounding `state_dict_type` context; by default whole tensors with Hugging Face's names."""
         state = state_dicts.model_state(self.module, self.state_settings)
         if destination is None:
             return state
@@ -153,7 +153,7 @@ class ShardedModel(FullyShardedDataParallel):
         return destination
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Load a state of any of the types."""
+        """Load a state of any type."""
         return state_dicts.load_model_state(self.module, state_dict, self.state_settings, strict=strict)
 
     @property
@@ -183,9 +183,9 @@ def _load_inside(
 
 
 def resolved(degree: int, given: ShardingStrategy | None, tensor: int = 1) -> tuple[int, ShardingStrategy]:
-    """(ranks that a parameter is sharded over, 0 for all; the strategy in effect), by the table of this module.
+    """(ranks over which a parameter is sharded, 0 for all; the strategy in effect), by the table above.
 
-    tensor: ranks that hold parts of each matrix, which are neighbours.
+    tensor: tensor-parallel degree; neighbouring ranks hold parts of a matrix.
     """
     strategy = given or ShardingStrategy.FULL_SHARD
     if degree == 1:
@@ -212,7 +212,7 @@ def _overridden(degree: int, given: ShardingStrategy | None, strategy: ShardingS
 
 
 def _is_on(model: nn.Module, device: torch.device) -> bool:
-    """True for a model that `transform` has already placed on the device: with a single rank, and with weights."""
+    """True if `transform` has already placed the model on the device: a single rank, with weights."""
     return all(tensor.device == device for tensor in (*model.parameters(), *model.buffers()))
 
 
@@ -225,7 +225,7 @@ def _device(device_id: Any) -> torch.device:
 def _sharding(
     model: nn.Module, noted: Transformed, precision: MixedPrecision, degree: int, strategy: ShardingStrategy
 ) -> Sharding | None:
-    """Ranks and dtypes; also sets the dtype that the model computes in."""
+    """The sharding: ranks and dtypes. Also sets the model's compute dtype."""
     params_dtype = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
     compute = precision.param_dtype or params_dtype
     if isinstance(model, Decoder):
@@ -305,7 +305,7 @@ def _values(model: nn.Module, noted: Transformed, init: Any, *, sync: bool) -> C
         load = whole_weights(model) if ranks.rank == 0 else None
         return lambda: FromRank0(load, all_ranks())
     if sync and ranks.tp_size > 1:
-        # Rank 0 already has its parts of the matrices: they stay.
+        # Every rank already has its parts of the matrices, so rank 0 sends nothing.
         check_same_weights(model, all_ranks())
     elif sync and several:
         load = _Own(model) if ranks.rank == 0 else None

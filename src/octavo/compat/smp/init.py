@@ -34,12 +34,12 @@ class _Given:
 
 
 def given_names() -> contextlib.AbstractContextManager[None]:
-    """Errors raised inside use the key names of the configuration given to `init`."""
+    """Context in which errors use the key names of `init`'s configuration."""
     return users_names(_Given.where)
 
 
 def _last_mesh() -> tuple[int, Any] | None:
-    """(ranks of a replica, its mesh; None if all ranks are one replica) of the newest model in FSDP."""
+    """(ranks of a replica, its mesh, or None if all ranks are one replica) of the newest FSDP model."""
     meshes = [
         (key, mesh)
         for key, (of, mesh) in process.shard_meshes.items()
@@ -53,7 +53,7 @@ def _last_mesh() -> tuple[int, Any] | None:
 
 
 def cached(kind: str, degree: int, make: Callable[[], Any]) -> Any:
-    """The mesh or group of a kind and a degree, created once; the most recently requested one is last."""
+    """The mesh or group of a kind and a degree, created once, and moved to the end of the cache."""
     found = process.shard_meshes.pop((kind, degree), None)
     if found is None or found[0] is not world.state.mesh:
         found = world.state.mesh, make()
@@ -62,7 +62,7 @@ def cached(kind: str, degree: int, make: Callable[[], Any]) -> Any:
 
 
 def replica_group(degree: int) -> dist.ProcessGroup:
-    """The ranks of this rank's replica, of `degree` shards of each tensor rank's parts. The first call is collective."""
+    """The ranks of this rank's replica: `degree` shards of each tensor rank. Collective in its first call."""
     ranks = world.state
     inside = degree * ranks.tp_size
     if inside == ranks.world_size:
@@ -79,15 +79,15 @@ def replica_group(degree: int) -> dist.ProcessGroup:
 class Ranker:
     """Ranks by replica: `torch.sagemaker.state.ranker`.
 
-    With hybrid_shard_degree 0 the replica follows from the sharding strategy of the newest FullyShardedDataParallel model.
+    With hybrid_shard_degree 0, replicas are those of the newest FullyShardedDataParallel model's sharding strategy.
     """
 
     def get_rep_rank(self, rank: int) -> int:
-        """The replica of the sharded model that a rank is part of."""
+        """Number of the rank's replica of the sharded model."""
         return rank // self._ranks_of_a_replica()
 
     def get_rep_groups(self) -> list[list[int]]:
-        """The ranks that hold the same shard, for every shard."""
+        """For each shard, the ranks that hold it."""
         inside = self._ranks_of_a_replica()
         return [list(range(first, world.state.degrees.world, inside)) for first in range(inside)]
 
@@ -100,7 +100,7 @@ class SmpState:
     """`torch.sagemaker.state`: `octavo.state`, with SMP's names and meanings where they differ.
 
     Attributes:
-        hybrid_shard_degree: as given to `init`, 0 too.
+        hybrid_shard_degree: as given to `init`, also 0.
         rep_rank_process_group: the ranks of this rank's replica.
         sm_activation_offloading, activation_loading_horizon: as given to `init`.
         ranker: ranks by replica.
@@ -130,10 +130,10 @@ class SmpState:
 
     @property
     def rep_rank_process_group(self) -> dist.ProcessGroup | None:
-        """The ranks of this rank's replica of the model; None without ranks."""
+        """The ranks of this rank's replica of the model; None for a single process."""
         ranks, last = world.state, _last_mesh()
         inside = ranks.world_size // ranks.degrees.replicate if last is None else last[0]
-        if ranks.tp_size > 1 and ("replica", inside // ranks.tp_size) in process.shard_meshes:  # not of PyTorch's FSDP
+        if ranks.tp_size > 1 and ("replica", inside // ranks.tp_size) in process.shard_meshes:  # else PyTorch's FSDP
             return replica_group(inside // ranks.tp_size)
         if last is not None:
             return ranks.world_process_group if last[0] == ranks.world_size else last[1].get_group("hybrid_shard")
@@ -155,7 +155,7 @@ def init(config: str | os.PathLike[str] | Mapping[str, Any] | None = None) -> No
     """Start the process groups and lay out the ranks.
 
     Args:
-        config: SMP's configuration, or the path of a JSON file with it; None: the one set by the estimator, else defaults.
+        config: SMP's configuration, or the path of a JSON file with it; None: the estimator's, else defaults.
 
     Raises:
         InputError: an unknown key, text that is not JSON, or a degree that does not fit.
@@ -170,7 +170,7 @@ def init(config: str | os.PathLike[str] | Mapping[str, Any] | None = None) -> No
         world.init({**degrees, "random_seed": chosen.random_seed, "activation_loading_horizon": horizon})
     _Given.config, _Given.where = chosen, where
     if world.state.tp_size > 1:
-        replica_group(world.state.degrees.hybrid_shard)  # here, where all ranks are
+        replica_group(world.state.degrees.hybrid_shard)  # creates the group here, in a call of all ranks
 
 
 def is_initialized() -> bool:
@@ -179,7 +179,7 @@ def is_initialized() -> bool:
 
 
 def _read(config: Any) -> tuple[Mapping[str, Any], str]:
-    """(the configuration, where it is from)."""
+    """(the configuration, its source for messages)."""
     if isinstance(config, Mapping):
         return config, "torch.sagemaker.init"
     if config is None:

@@ -1,7 +1,7 @@
-"""Translates Octavo's error messages to the names that an SMP script uses: keys of `torch.sagemaker.init`, torchrun's options.
+"""Translates names in Octavo's error messages for SMP scripts.
 
-In a job they are the arguments of the estimator or the trainer. Octavo's messages name keys of run files and options of
-`octavo train`, which a script does not have.
+Octavo's messages name keys of run files and options of `octavo train`. A script has keys of `torch.sagemaker.init` and options
+of torchrun instead, and in a job arguments of the estimator or the trainer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SAID = "Degrees are keys of"
 
 @contextlib.contextmanager
 def users_names(where: str = "torch.sagemaker.init") -> Iterator[None]:
-    """Errors raised inside use the script's names; where: the source of its configuration."""
+    """Context in which errors use the script's names. where: the source of its configuration."""
     try:
         yield
     except InputError as error:

@@ -1,4 +1,7 @@
-"""SMP's attention modules, and the class names of its blocks, which wrapping policies use."""
+"""SMP's attention modules, and the class names of its blocks for wrapping policies.
+
+Shapes: B batch, T tokens, H heads, D head dimension.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ class FlashGroupedQueryAttention(nn.Module):
     def forward(
         self, q: Tensor, kv: Any, causal: bool = False, cast_dtype: torch.dtype | None = None, layout: str = "b s h d"
     ) -> Tensor:
-        """q [B, H, T, D] or [B, T, H, D] by `layout`, kv (k, v) or both joined along the heads → like q."""
+        """q [B, H, T, D] or [B, T, H, D] by `layout`; kv: (k, v), or one tensor of k's heads, then v's → like q."""
         if layout not in LAYOUTS:
             raise unknown("layout", layout, LAYOUTS)
         heads = LAYOUTS[0] == layout
@@ -75,7 +78,7 @@ class FlashSelfAttention(FlashGroupedQueryAttention):
         cast_dtype: torch.dtype | None = None,
         layout: str = "b h s d",
     ) -> Tensor:
-        """qkv: (q, k, v), or all three joined along the heads; by `layout` [B, H, T, D] or [B, T, H, D] → like q."""
+        """qkv: (q, k, v), or one tensor with their heads in this order; [B, H, T, D] or [B, T, H, D] by `layout` → like q."""
         if attn_mask is not None:
             raise InputError("FlashSelfAttention(attn_mask=…) is for ALiBi, which is not supported. Leave it out.")
         q, k, v = qkv if isinstance(qkv, tuple | list) else qkv.chunk(3, 1 if layout == LAYOUTS[0] else 2)
@@ -85,8 +88,8 @@ class FlashSelfAttention(FlashGroupedQueryAttention):
 class LlamaFlashAttention(LlamaAttention):
     """transformers' Llama attention through scaled_dot_product_attention.
 
-    Scripts give every layer `LlamaFlashAttention(config)`. Without `layer_idx` a layer takes the first layer of the
-    cache that is still empty.
+    Scripts replace the attention of every layer by `LlamaFlashAttention(config)`. Without `layer_idx` a layer uses the first
+    empty layer of the cache.
     """
 
     def __init__(self, config: Any, layer_idx: int | None = None) -> None:
@@ -103,9 +106,9 @@ class LlamaFlashAttention(LlamaAttention):
         cache: Any = None,
         **others: Any,
     ) -> Any:
-        """transformers' forward; a layer without `layer_idx` first finds its part of the cache.
+        """transformers' forward; a layer without `layer_idx` first finds its layer of the cache.
 
-        hidden_states: [B, T, H]. past_key_values, cache: two names of one argument in different versions of
+        hidden_states: [B, T, hidden]. past_key_values, cache: two names of one argument in different versions of
         transformers; both are accepted with any version.
         """
         if past_key_values is not None and cache is not None and past_key_values is not cache:

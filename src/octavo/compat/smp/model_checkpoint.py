@@ -32,7 +32,7 @@ def save_model_checkpoint(
 ) -> None:
     """Write a model in FSDP, its optimizer and scheduler, and other values, to a folder. Collective.
 
-    checkpointing_pg_metadata: (process group, its coordinator, True on the ranks that write); of one replica when absent.
+    checkpointing_pg_metadata: (process group, its coordinator, True on the ranks that write); None: one replica writes.
     """
     group, writes = _ranks(model, checkpointing_pg_metadata)
     with Fsdp.state_dict_type(model, state_dict_type):
@@ -69,7 +69,7 @@ def load_model_checkpoint(
         load(values, storage_reader=reader, process_group=group)
         model.load_state_dict(values[EXPORT_KEY_MODEL])
         if optimizer is not None:
-            read: Any = dcp_optimizer.load_sharded_optimizer_state_dict  # for a transformed model, ours
+            read: Any = dcp_optimizer.load_sharded_optimizer_state_dict  # patched for transformed models
             found = read(values[EXPORT_KEY_MODEL], EXPORT_KEY_OPTIMIZER, reader)[EXPORT_KEY_OPTIMIZER]
             optimizer.load_state_dict(Fsdp.optim_state_dict_to_load(model, optimizer, found))
     if scheduler is not None:

@@ -19,7 +19,7 @@ _NO_SHUFFLE = (
 
 
 class _Name(type):
-    """Metaclass: Octavo's layers of experts count as instances of SMP's class."""
+    """Metaclass: for `isinstance`, Octavo's MoE layers are instances of SMP's class."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, LayerNormMoE)
@@ -36,10 +36,10 @@ class MoELayer(nn.Module, metaclass=_Name):
 
 
 def moe_of(config: Any) -> MoeConfig | None:
-    """The [moe] settings of a `config` of `transform`; None for one that sets nothing.
+    """The [moe] settings of `transform`'s `config`; None for a `config` without settings.
 
     Raises:
-        InputError: a setting that Octavo does not support, or no MoEConfig.
+        InputError: an unsupported setting, or not a MoEConfig.
     """
     if config is None or config == {}:
         return None

@@ -1,8 +1,8 @@
 """Optimizer states of a sharded model by parameter name, in the form of FSDP1's functions (`FSDP.optim_state_dict`).
 
-`{"state": {parameter: {"exp_avg": …}}, "param_groups": [{…, "params": [parameter, …]}]}`, whose tensors are whole or DTensors
-by the type of the surrounding `state_dict_type` context. The local type has DTensors too, like `optimizer.state_dict()`:
-without them ranks that share a folder would write over each other's rows.
+`{"state": {parameter: {"exp_avg": …}}, "param_groups": [{…, "params": [parameter, …]}]}`. Tensors are whole or DTensors,
+by the type of the surrounding `state_dict_type` context. The local type has DTensors too, like `optimizer.state_dict()`: with
+plain rows, ranks that share a folder would overwrite each other's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from octavo.parallel.shards import have_same_parts, like, local_shard
 
 
 def names_of(model: nn.Module) -> dict[int, str]:
-    """The id of each parameter → its stored name."""
+    """`id` of each parameter → its stored name."""
     stored = stored_names_of(model)
     names = {id(parameter): clean(name) for name, parameter in model.named_parameters()}
     return {number: stored.get(name, name) for number, name in names.items()}
@@ -69,7 +69,7 @@ def _name(names: Mapping[int, str], parameter: Tensor) -> str:
 
 @torch.no_grad()
 def optim_state_to_load(model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state of `optim_state`, of any type, as `optimizer.load_state_dict` takes it.
+    """Converts a state of `optim_state`, of any type, for `optimizer.load_state_dict`.
 
     Raises:
         InputError: the state lacks a parameter of the optimizer, or has one of another shape.
@@ -104,7 +104,7 @@ def _nested(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def _groups(
     given: Any, optimizer: torch.optim.Optimizer, names: Mapping[int, str], numbers: Mapping[str, int]
 ) -> list[dict[str, Any]]:
-    """The groups of the optimizer, with the values of the given one that has the same first parameter."""
+    """The optimizer's groups, with the values of the saved group that has the same first parameter."""
     groups = []
     by_first = {clean(group["params"][0]): group for group in given or [] if group.get("params")}
     for group in optimizer.param_groups:

@@ -3,8 +3,8 @@
 * `FullyShardedDataParallel(transformed model, …)` returns a `ShardedModel`, which its static functions accept. Other models get
   PyTorch's FSDP with SMP's argument `post_param_init_fn` and with the ranks of `init` (`octavo.compat.smp.plain`).
 * `FullStateDictConfig` takes SMP's `translate_on_save`.
-* Wrappers for recomputation and offloading around Octavo's blocks use Octavo's: with the scales of the forward, and prefetched
-  for backward; `apply_activation_checkpointing` finds the blocks (`octavo.compat.smp.recompute`).
+* Wrappers around Octavo's blocks recompute with the scales of the forward, and offload with prefetching for backward;
+  `apply_activation_checkpointing` finds the blocks (`octavo.compat.smp.recompute`).
 * PyTorch's `save` and `load` treat a local state of a `ShardedModel` as its shards.
 * `FileSystemWriter` writes one checkpoint to several folders; `FileSystemReader` names a missing one
   (`octavo.compat.smp.folders`) and finds folders of another tensor degree (`octavo.compat.smp.tensor_folders`).
@@ -12,7 +12,7 @@
   functions take `coordinator_rank` as a global rank.
 * For other packages and for `torch.load`: `octavo.compat.smp.substitutes`, `octavo.compat.smp.safe_globals`.
 
-Classes and functions are changed in place, since a script may have taken them from torch before it imports torch.sagemaker.
+Classes and functions are changed in place: a script may import them from torch before it imports torch.sagemaker.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def _static(changes: Changes) -> None:
 
     @functools.wraps(theirs)
     def to_load(*args: Any, **kwargs: Any) -> Any:
-        """By position also in PyTorch 2.0's order, in which the state comes first."""
+        """Positional arguments in PyTorch's order, or in that of PyTorch 2.0, where the state comes first."""
         given = {**kwargs}
         for value in args:
             kind = "model" if isinstance(value, nn.Module) else "optim" if isinstance(value, torch.optim.Optimizer) else None
@@ -194,7 +194,7 @@ def _static(changes: Changes) -> None:
 
 
 def _either(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    """`ours` for the ShardedModels in a module, inside any wrapper; PyTorch's function for other models."""
+    """A function that calls `ours` if a model contains a ShardedModel, in any wrapper, and otherwise PyTorch's."""
 
     @functools.wraps(theirs)
     def choose(model: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -225,7 +225,7 @@ def _wrappers(changes: Changes) -> None:
         block = self._checkpoint_wrapped_module
         plain = getattr(self.checkpoint_fn, "func", None) is checkpoint  # not a function of the script
         if plain and any(isinstance(layer, ResidualLayer) for layer in block.modules()):
-            # PyTorch's wrapper would recompute a second time, with the same numbers, and outside of the FP8 autocast.
+            # PyTorch's wrapper would recompute a second time: same numbers, but outside of the FP8 autocast.
             return checkpoint(block, *args, use_reentrant=False, context_fn=recomputing, **kwargs)
         return recompute(self, *args, **kwargs)
 
@@ -278,7 +278,7 @@ def _checkpoints(changes: Changes) -> None:
 
     @functools.wraps(init)
     def coordinated(self: Any, group: Any, use_dist: bool, coordinator_rank: int) -> None:
-        """Takes the coordinator's global rank too, as older versions of PyTorch did."""
+        """Accept the coordinator's global rank too, as older versions of PyTorch do."""
         if use_dist and group is not None and coordinator_rank >= dist.get_world_size(group):
             members = dist.get_process_group_ranks(group)
             coordinator_rank = members.index(coordinator_rank) if coordinator_rank in members else coordinator_rank
@@ -296,7 +296,7 @@ def _checkpoints(changes: Changes) -> None:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Save a local state's rows as shards: under the same names ranks would overwrite each other's."""
+        """Save a local state's rows as shards: ranks would overwrite each other's rows of the same names."""
         state, group = (
             (state_dict, process_group) if no_dist else checkpoints.to_save(state_dict, process_group, storage_writer)
         )

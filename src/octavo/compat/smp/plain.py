@@ -1,10 +1,10 @@
 """PyTorch's FSDP around models that are not transformed, with the process groups of `torch.sagemaker.init`.
 
-Hybrid strategies shard over hybrid_shard_degree ranks, or over the ranks of a host if that is 0. PyTorch would use the number
-of devices that a process sees: one on a CPU, so that no rank would average its gradients with another.
+Hybrid strategies shard over hybrid_shard_degree ranks, or over the ranks of a host if that is 0. PyTorch's default is the
+number of devices that a process sees: 1 on a CPU, where no gradients would be averaged.
 
 Optimizer states are loaded as shards over the model's group, as SMP's `process_group` argument requests. PyTorch's function
-creates shards over all ranks, of which FSDP with smaller groups would use the wrong rows.
+shards them over all ranks, and FSDP with smaller groups would use the wrong rows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SIGNATURE = inspect.signature(FullyShardedDataParallel.__init__)
 
 
 def with_ranks(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments behind `self` with the strategy and the groups of `init`, unless groups are given.
+    """FSDP's arguments, without `self`, with the strategy and groups of `init`, unless the call has groups.
 
     Raises:
         InputError: hybrid_shard_degree does not divide the ranks.
@@ -42,7 +42,7 @@ def with_ranks(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
         return args, kwargs
     given = _SIGNATURE.bind(model, *args, **kwargs)
     if given.arguments.get("process_group") is not None or given.arguments.get("device_mesh") is not None:
-        return args, kwargs  # of the script, or of the FSDP around
+        return args, kwargs  # the script's, or those of an enclosing FSDP
     degree, strategy = resolved(smp_state.hybrid_shard_degree, given.arguments.get("sharding_strategy"))
     if degree == 1:  # PyTorch turns a hybrid strategy over groups of one rank into NO_SHARD within each
         strategy = ShardingStrategy.NO_SHARD
@@ -51,7 +51,7 @@ def with_ranks(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
         mesh = cached("plain", degree, lambda: _mesh(degree))
         given.arguments["process_group"] = mesh.get_group("hybrid_shard"), mesh.get_group("replicate")
     else:
-        cached("plain", 0, lambda: None)  # over all ranks, also NO_SHARD, whose group they are
+        cached("plain", 0, lambda: None)  # over all ranks; NO_SHARD averages over all of them too
     return given.args[1:], given.kwargs
 
 
@@ -67,13 +67,13 @@ def _mesh(degree: int) -> DeviceMesh:
 
 
 def group_of(state: Mapping[str, Any], given: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The group that a sharded state is split over; None if it is all ranks. given: the script's group."""
+    """The group over which a state is sharded; None for all ranks. given: the script's group, for a state without shards."""
     found = next((value._process_group for value in state.values() if isinstance(value, ShardedTensor)), given)
     return None if found is None or dist.get_world_size(found) == dist.get_world_size() else found
 
 
 def load_optimizer(key: str, reader: Any, planner: Any, group: dist.ProcessGroup) -> dict[str, Any]:
-    """The state of an optimizer under `key` of a checkpoint, in shards over a group, as `optim_state_dict_to_load` takes it."""
+    """An optimizer's state, `key` of a checkpoint, in shards over a group, for `optim_state_dict_to_load`."""
     metadata = reader.read_metadata()
     paths = {name: path for name, path in metadata.planner_data.items() if path[0] == key}
     device, devices = ranks.device, max(1, torch.cuda.device_count())

@@ -1,7 +1,7 @@
 """`apply_activation_checkpointing` on a transformed model: maps a script's choice of layers to Octavo's blocks.
 
-SMP leaves the decoder layers of MoE models in place, so scripts choose classes such as MixtralDecoderLayer. In Octavo each of
-them is a block, which is then recomputed. If a choice matches nothing, a message says so: it would only show in memory.
+SMP leaves the decoder layers of MoE models in place, so scripts choose classes such as MixtralDecoderLayer. Octavo recomputes
+the blocks that replace them. A choice that matches nothing is logged: otherwise only the memory in use would show it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from octavo.nn.block import TransformerLayer
 
 
 def apply(changes: Changes) -> None:
-    """Let PyTorch's function choose parts of transformed models."""
+    """Replace PyTorch's function by one that finds the blocks of transformed models."""
     theirs = copy_of(wrappers.apply_activation_checkpointing)
 
     @functools.wraps(wrappers.apply_activation_checkpointing)
@@ -49,7 +49,7 @@ def apply(changes: Changes) -> None:
             taken |= found
             return found
 
-        # In order, each module once: a choice may count calls, for example to select every second layer.
+        # Each module once, in order: check_fn may count its calls, for example to select every second layer.
         for choice in (named, in_its_place):
             theirs(model, checkpoint_wrapper_fn, choice)
             if taken:
@@ -65,7 +65,7 @@ def apply(changes: Changes) -> None:
 
 
 def _takes(check_fn: Callable[[nn.Module], bool], layer: type[nn.Module]) -> bool:
-    """True if check_fn selects a class that the model no longer contains; False if it reads attributes of instances."""
+    """True if check_fn selects a class that the blocks have replaced; False if it reads attributes of instances."""
     empty = layer.__new__(layer)
     nn.Module.__init__(empty)
     with contextlib.suppress(AttributeError):

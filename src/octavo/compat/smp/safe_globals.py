@@ -1,8 +1,8 @@
 """Classes that `torch.load(weights_only=True)`, the default since PyTorch 2.6, accepts in checkpoints of SMP's scripts.
 
 Besides tensors, SMP's examples `torch.save` a parameter count (a numpy scalar), numpy's random state (with an array), and the
-model's config. A local state of PyTorch's FSDP contains ShardedTensors. All these classes hold only data and are listed one by
-one; all other classes stay refused, and nothing is unpickled without this check.
+model's config. A local state of PyTorch's FSDP contains ShardedTensors. These classes only hold data, and are listed one by
+one; all others stay refused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from octavo.process import process
 
 _SCALAR: Any = np.int64(0).__reduce__()[0]
 _SCALARS = (_SCALAR, (_SCALAR, "numpy.core.multiarray.scalar"), (_SCALAR, "numpy._core.multiarray.scalar"))
-"""The function that makes a numpy scalar, by the names of numpy 1 and 2."""
+"""The function that unpickles a numpy scalar, by the names of numpy 1 and 2."""
 _RECONSTRUCT: Any = np.zeros(0).__reduce__()[0]
 _ARRAYS = (
     np.ndarray,
@@ -34,7 +34,7 @@ _ARRAYS = (
     (_RECONSTRUCT, "numpy.core.multiarray._reconstruct"),
     (_RECONSTRUCT, "numpy._core.multiarray._reconstruct"),
 )
-"""An array, and the function that makes an empty one, by the names of numpy 1 and 2; its data are set afterwards."""
+"""numpy's array, and the function that creates it empty when it is unpickled, by the names of numpy 1 and 2."""
 _KINDS = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64")
 _DTYPES = (np.dtype, *(type(np.dtype(name)) for name in _KINDS))
 
@@ -43,7 +43,7 @@ _GROUP = ShardedTensor.ProcessGroupState
 
 
 def _member(owner: Any, name: str) -> Any:
-    """The two kinds of attributes by which ShardedTensors are pickled, as calls of `getattr`."""
+    """`getattr` in pickles of ShardedTensors, which have it for two kinds of attributes."""
     if owner is ShardedTensor and name == _GROUP.__name__:
         return _GROUP
     if owner is MEM_FORMAT_ENCODING and name in MEM_FORMAT_ENCODING.__members__:
@@ -67,7 +67,7 @@ _SHARDED = (
 
 
 def admit_data() -> Callable[[], None]:
-    """Register these with `torch.load`; returns the function that removes all names of this module."""
+    """Register these classes with `torch.load`; returns the function that removes them and admitted configs."""
     ours = (*_SCALARS, *_ARRAYS, *_DTYPES, *_SHARDED)
     before = get_safe_globals()
     add_safe_globals([one for one in ours if one not in before])
@@ -84,7 +84,7 @@ def admit_data() -> Callable[[], None]:
 
 
 def admit_config(config: Any) -> None:
-    """Let `torch.load` take configs of this class, and those inside it."""
+    """Register the class of a config, and of configs in it, with `torch.load`."""
     if not isinstance(config, PretrainedConfig) or type(config) in process.safe_configs:
         return
     process.safe_configs.append(type(config))

@@ -77,7 +77,7 @@ SHIM = Shim("torch.sagemaker", "SageMaker's model parallel library", MODULES, WA
 
 
 def install(*, replace_installed: bool = False) -> None:
-    """Give this process SMP's names. The first import of torch.sagemaker also lets PyTorch's FSDP take transformed models.
+    """Give this process SMP's names. The first import of torch.sagemaker also patches PyTorch (`octavo.compat.smp.patches`).
 
     Args:
         replace_installed: also where SMP is installed.

@@ -1,9 +1,9 @@
-"""Context parallelism for scripts that split sequences themselves, as SMP's examples do: the slices are gathered.
+"""Context parallelism for scripts that split sequences themselves, as SMP's examples do: their slices are gathered.
 
-Octavo's decoder takes whole sequences, shifts the labels, and then splits. SMP's takes each rank's two chunks of tokens and
-labels (chunks r and 2n−1−r of 2n), whose targets are wrong at the boundaries. Given slices, the ranks of a sequence gather
-them: only token ids and labels, which costs next to nothing. Inputs that are equal on all ranks are whole sequences already.
-The first forward decides; a later one of the other kind is refused.
+Octavo's decoder takes whole sequences, shifts the labels, and splits afterwards. SMP's takes each rank's two chunks of tokens
+and labels (chunks r and 2n−1−r of 2n), with wrong targets at the boundaries. So the ranks of a sequence gather the slices: only
+token ids, labels and the like. Inputs that are equal on all ranks are whole sequences. The first forward decides which of both
+a script passes; a later forward with the other is refused.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ORDER = ("input_ids", "attention_mask", "position_ids", "labels")
 
 
 def join_inputs(model: nn.Module, context: ContextGroup) -> None:
-    """Let a decoder under context parallelism accept slices of sequences."""
+    """Register a hook by which a decoder under context parallelism accepts slices of sequences."""
     model.register_forward_pre_hook(_Joined(context), prepend=True, with_kwargs=True)
 
 

@@ -3,7 +3,7 @@
     FULL_STATE_DICT      whole tensors by Hugging Face's names, for `from_pretrained` (translate_on_save=False: Octavo's)
     SHARDED_STATE_DICT   DTensors, which load at any number of ranks; and the FP8 state
     LOCAL_STATE_DICT     this rank's rows, which share the parameters' memory; and the FP8 state
-    SM_LOCAL_STATE_DICT  the same
+    SM_LOCAL_STATE_DICT  as LOCAL_STATE_DICT
 
 The FP8 state (scales and amax histories) is bytes under the key `FP8`, so that training resumes with the same scales.
 """
@@ -38,7 +38,7 @@ _PREFIXES = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.
 
 
 class SMStateDictType(Enum):
-    """SMP's additional type, a local one."""
+    """SMP's additional type of state dicts: local rows."""
 
     SM_LOCAL_STATE_DICT = "sm_local_state_dict"
 
@@ -57,15 +57,15 @@ class WrongState(InputError, RuntimeError):
 
 
 class Fp8State(bytes):
-    """The FP8 state in a state dict, with a reference to the model whose tensors are the other entries, under any prefix.
+    """The FP8 state in a state dict, with a reference to the model of the other entries, which may have a prefix.
 
-    A file has plain bytes in its place, which `weights_only` loads without this class.
+    It is pickled as plain bytes, so that `weights_only` loads it without this class.
     """
 
     model: weakref.ref[nn.Module]
 
     def __new__(cls, data: bytes, model: nn.Module) -> Fp8State:
-        """The bytes of `encode`, of this model."""
+        """data: the bytes of `encode`."""
         self = super().__new__(cls, data)
         self.model = weakref.ref(model)
         return self
@@ -77,7 +77,7 @@ class Fp8State(bytes):
         return self
 
     def loaded(self, data: Any) -> Any:
-        """Called after a checkpoint was read into the state dict: restores the model's FP8 state."""
+        """Restore the model's FP8 state, after a checkpoint has been read into the state dict."""
         model = self.model()
         if model is None or not isinstance(data, bytes):
             return data
@@ -86,7 +86,7 @@ class Fp8State(bytes):
 
 
 def states_in(state: Any) -> Iterator[Fp8State]:
-    """The models' entries of a state dict, or of those in it."""
+    """The FP8 states in a state dict, and in state dicts nested in it."""
     nested = state.values() if isinstance(state, Mapping) else ()
     for one in (state, *nested):
         if isinstance(one, Mapping):
@@ -94,10 +94,12 @@ def states_in(state: Any) -> Iterator[Fp8State]:
 
 
 def with_shards(state: Mapping[Any, Any], among: Callable[[Tensor], bool]) -> dict[Any, Any]:
-    """A state dict whose local rows of models are replaced by shards of the whole tensors, if the ranks `among` hold all rows.
+    """A state dict with shards of the whole tensors in place of models' local rows.
+
+    among: True for a tensor of which the saving ranks hold all rows; rows of others stay.
 
     Raises:
-        InputError: these rows are no longer a model's.
+        InputError: rows that are no longer a model's.
     """
     found = dict(state)
     for key, value in state.items():
@@ -133,15 +135,15 @@ def clean(name: str) -> str:
 
 
 def stored_names_of(model: nn.Module) -> dict[str, str]:
-    """`stored_names` without wrappers: a model's names → those of its states, of parameters and buffers."""
+    """`stored_names` without wrappers: name of a parameter or buffer in the model → in state dicts."""
     return {clean(name): clean(stored) for name, stored in stored_names(model).items()}
 
 
 def sharded_in(model: Any) -> list[Any]:
-    """Every `ShardedModel` in `model`, itself included, inside wrappers of any kind.
+    """Every `ShardedModel` in `model`, itself included, in wrappers of any kind.
 
-    A wrapper that forwards attributes seems to have the model's, so only the object's `__dict__` shows which are its. One
-    that hides its model from `modules()` forwards `sharded_model`.
+    Wrappers may forward attributes, so `__dict__` decides what belongs to an object. A wrapper that hides its model from
+    `modules()` forwards `sharded_model`.
     """
     modules = getattr(model, "modules", None)
     found = [module for module in modules() if "state_settings" in vars(module)] if callable(modules) else []
@@ -151,7 +153,7 @@ def sharded_in(model: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def typed(owners: list[Any], settings: Settings) -> Iterator[None]:
-    """State dicts of these models have this type inside."""
+    """Context in which state dicts of these models have this type."""
     before = [owner.state_settings for owner in owners]
     for owner in owners:
         owner.state_settings = settings
@@ -165,7 +167,7 @@ def typed(owners: list[Any], settings: Settings) -> Iterator[None]:
 def sm_state_dict_type(
     model: Any, state_dict_type: Any, state_dict_config: Any = None, optim_state_dict_config: Any = None
 ) -> contextlib.AbstractContextManager[Any]:
-    """Inside, state dicts of `model` have this type, SMP's or FSDP's. For PyTorch's FSDP, SMP's type is the local one.
+    """Context in which state dicts of `model` have this type, SMP's or FSDP's. For PyTorch's FSDP, SMP's is the local type.
 
     Raises:
         InputError: nothing in the model is sharded.
@@ -184,7 +186,7 @@ def sm_state_dict_type(
 
 @contextlib.contextmanager
 def _native_local(model: nn.Module, native: list[FullyShardedDataParallel], *configs: Any) -> Iterator[None]:
-    """PyTorch's local type. With `use_orig_params` it saves a flat parameter and its views, but refuses to load both."""
+    """PyTorch's local type. With `use_orig_params` it saves a flat parameter and its views; loading drops the flat one."""
 
     def drop(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
         for inside in ("", "_fsdp_wrapped_module."):
@@ -200,7 +202,7 @@ def _native_local(model: nn.Module, native: list[FullyShardedDataParallel], *con
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by stored name, a tied one once under Octavo's first name."""
+    """Parameters and persistent buffers by stored name, tied ones once, under the first of Octavo's names."""
     way, stored, blocks = conversion_of(model), stored_names_of(model), parameters_of(model)
     tensors = {clean(name): tensor for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
     state = {name: with_block(tensor, blocks.get(tensor)) for name, tensor in tensors.items()}
@@ -217,7 +219,7 @@ def model_state(model: nn.Module, settings: Settings) -> dict[str, Any]:
     if settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
         state: dict[str, Any] = {name: tensor.detach() for name, tensor in tensors.items()}
     else:
-        # Detached: some versions of PyTorch leave hooks of FSDP2 on the rows, which torch.save would pickle.
+        # Detached: in some versions of PyTorch FSDP2 leaves hooks on the rows, which torch.save would pickle.
         state = {name: local_shard(tensor).local.detach() for name, tensor in tensors.items()}
     offloads = getattr(settings.state_dict_config, "offload_to_cpu", False)
     if offloads and settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
@@ -242,11 +244,11 @@ def _full(model: nn.Module, tensors: Mapping[str, Tensor], config: Any) -> dict[
 
 @torch.no_grad()
 def load_model_state(model: nn.Module, state: Mapping[str, Any], settings: Settings, *, strict: bool) -> _IncompatibleKeys:
-    """Load a state of any type: whole tensors by either names, DTensors, or this rank's rows.
+    """Load a state of any type: whole tensors by Hugging Face's or Octavo's names, DTensors, or this rank's rows.
 
     Raises:
-        WrongState: keys are missing or unexpected, if `strict`; no key is one of the model's, unless an empty state is loaded
-            outside of the local types; or shapes differ.
+        WrongState: missing or unexpected keys, if `strict`; no key of the model (an empty state loads, except by the local
+            types); or different shapes.
     """
     settle(model)
     tensors, way = tensors_of(model), conversion_of(model)
@@ -284,7 +286,7 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any], settings: Setti
 
 
 def load_fp8(model: nn.Module, data: Any) -> None:
-    """Restore the FP8 state of `model_state`; None and empty bytes restore nothing."""
+    """Restore the FP8 state of `model_state`; no effect for None and empty bytes."""
     if not data:
         return
     tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -294,7 +296,7 @@ def load_fp8(model: nn.Module, data: Any) -> None:
 
 
 def _found(name: str, given: Mapping[str, Any], way: Conversion | None) -> tuple[Any, set[str]]:
-    """(the value for a parameter, by Octavo's name or converted from Hugging Face's tensors; the names used)."""
+    """(a parameter's value, by Octavo's name or converted from Hugging Face's tensors, or None; the used names)."""
     if name in given:
         return given[name], {name}
     names = () if way is None else way.names(name)

@@ -12,7 +12,7 @@ from octavo.storage import local_path
 
 
 def SORT_BY_LAST_INT(name: str) -> int:
-    """The last whole number in a name; −1 without one."""
+    """The last whole number in a name, such as a step; −1 without one."""
     numbers = re.findall(r"\d+", str(name))
     return int(numbers[-1]) if numbers else -1
 
@@ -26,8 +26,8 @@ def limit_num_subdirs(
 ) -> list[str]:
     """Remove the first subfolders of `root` by `sort_fn`, so that the last `max_num_subdirs` stay; 0 or less removes none.
 
-    regex: subfolders with other names are neither counted nor removed. log: the one rank that removes them, and says so.
-    Returns the names removed.
+    regex: subfolders with other names are neither counted nor removed. log: True on the one rank that removes and logs them.
+    Returns the removed names.
     """
     folder = local_path(root, "limit_num_subdirs: root")
     if not log or max_num_subdirs <= 0 or not folder.is_dir():

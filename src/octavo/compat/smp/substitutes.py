@@ -1,10 +1,10 @@
 """Replacements for parts of other packages that published SMP scripts need and this machine lacks; each use is logged once.
 
 * The process-group backend "smddp" of SageMaker's containers is NCCL, or gloo without GPUs.
-* `attn_implementation="flash_attention_2"` of transformers without flash-attn is its default: models of `transform` compute
-  attention by Octavo's kernels whatever it says, and other models by PyTorch's.
-* `num_key_value_heads=None` in Mistral's and Mixtral's configurations, as AWS's script passes by default, means the number of
-  attention heads, as in transformers 4; version 5 refuses it. This one is not logged.
+* `attn_implementation="flash_attention_2"` of transformers without flash-attn becomes its default: transformed models use
+  Octavo's attention kernels anyway, and other models PyTorch's.
+* `num_key_value_heads=None` in Mistral's and Mixtral's configurations, the default of AWS's script, means the number of
+  attention heads, as in transformers 4; version 5 refuses it. Not logged.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FLASH = re.compile(r"flash_attention_\d")
 
 
 def apply() -> Callable[[], None]:
-    """Make "smddp" a backend, unless its package has registered it; returns the function that takes it back."""
+    """Make "smddp" a backend, unless its package has registered it; returns the function that undoes this."""
     changes = Changes()
     if not hasattr(Backend, "SMDDP") and not getattr(Backend.__new__, "octavo", False):
         changes.set(Backend, "__new__", staticmethod(_with_smddp(Backend.__new__)))
@@ -51,7 +51,7 @@ def _instead(found: re.Match[str]) -> str:
 
 
 def flash_attention(changes: Changes) -> None:
-    """Let transformers replace a request for flash-attn by its default if flash-attn is not installed."""
+    """Patch transformers: a request for flash-attn becomes its default if flash-attn is not installed."""
     from transformers.modeling_utils import PreTrainedModel
     from transformers.utils import is_flash_attn_2_available
 
@@ -73,7 +73,7 @@ def flash_attention(changes: Changes) -> None:
 
 
 def key_value_heads(changes: Changes) -> None:
-    """Let configurations without a number of key-value heads have as many as attention heads."""
+    """Patch configurations: num_key_value_heads=None becomes num_attention_heads."""
     from transformers import MistralConfig, MixtralConfig
 
     for config in (MistralConfig, MixtralConfig):

@@ -1,11 +1,11 @@
 """SMP's checkpoints under tensor parallelism: all tensor ranks save together, to a folder `tp{n}-{r}` each or to one for all.
 
 SMP's example scripts save over `model.process_group`, the ranks with one tensor rank's parts, to `tp{n}-{r}`. In Octavo the
-groups of all tensor ranks write one checkpoint, whose tensors are whole, and which loads at any degree. With one folder each,
-entries that are no part of a matrix, such as the states of random generators, are stored per tensor rank: under a name with
-the rank, which the metadata of the rank's folder leaves out.
+groups of all tensor ranks write one checkpoint of whole tensors, which loads at any degree. With one folder each, entries that
+are not parts of a matrix, such as states of random generators, are stored per tensor rank: the rank is a prefix of their
+names, which the metadata of its folder omit.
 
-A reader of a folder without a checkpoint uses the folders `tp{n}-{r}` in it, or next to it if it has such a name itself;
+A reader of a folder without a checkpoint looks for folders `tp{n}-{r}` in it, or beside it if it has such a name itself;
 likewise `ep{n}-{r}`, which SMP's scripts write for each `ep_rank` (`octavo.compat.smp.folders`).
 """
 
@@ -49,7 +49,7 @@ class Among(NamedTuple):
 
 
 def among(state: Any, group: dist.ProcessGroup | None, place: str | None) -> Among:
-    """The ranks that must save a state together: all tensor ranks, if the state has their parts, else the script's group.
+    """The ranks that must save a state together: all tensor ranks if it has parts of matrices, else the script's group.
 
     place: the folder. Collective over these ranks.
 
@@ -88,7 +88,7 @@ def among(state: Any, group: dist.ProcessGroup | None, place: str | None) -> Amo
 
 
 def separated(state: Any, of: Among, place: str | None) -> Any:
-    """A state as the ranks save it together: with a folder for each tensor rank, per-rank entries get names with the rank.
+    """A state for the common save: with a folder for each tensor rank, names of per-rank entries begin with the rank.
 
     Raises:
         InputError: one folder, although tensors that are not parts of a matrix differ between tensor ranks.
@@ -103,7 +103,7 @@ def separated(state: Any, of: Among, place: str | None) -> Any:
 
 
 def replicas_of_part(value: Tensor) -> list[list[int]]:
-    """For each replica the ranks that hold shards of this tensor rank's part, or of whole experts, in order."""
+    """Of each replica, the ranks that hold shards of this tensor rank's part or of whole experts, in order."""
     held, ranks = as_held(value), world.state
     replicas = replicas_of(held)
     if not _is_spread(held):
@@ -112,7 +112,7 @@ def replicas_of_part(value: Tensor) -> list[list[int]]:
 
 
 def _parts_in(state: Any) -> Iterator[Tensor]:
-    """Parts of matrices and whole experts in a state, also of the models whose local rows it contains."""
+    """Parts of matrices and whole experts in a state, including the models whose local rows it contains."""
     if isinstance(state, BlockTensor) or _is_spread(state):
         yield state
     elif isinstance(state, Mapping):
@@ -132,7 +132,7 @@ def _is_spread(entry: Any) -> bool:
 
 
 def _split(state: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[Any, Any]]:
-    """(entries shared by the tensor ranks: parts of matrices, whole experts; this rank's entries), both nested as before."""
+    """(entries of all tensor ranks: parts of matrices and whole experts; entries of this rank), both nested as in `state`."""
     shared: dict[Any, Any] = {}
     per_rank: dict[Any, Any] = {}
     for key, entry in state.items():
@@ -190,7 +190,7 @@ def _check_apart(place: str | None) -> None:
 
 
 def entries_of_folder(metadata: Any, results: list[Any], here: list[Any]) -> tuple[Any, list[Any]]:
-    """(metadata, results) of a folder: entries of its tensor rank under their plain names, without those of other tensor ranks.
+    """(metadata, results) of a folder: shared entries, and those of its own tensor rank without the rank's prefix.
 
     here: the results of the folder's ranks.
     """
@@ -215,7 +215,7 @@ def entries_of_folder(metadata: Any, results: list[Any], here: list[Any]) -> tup
 
 
 def _owner(name: str) -> tuple[str, str] | None:
-    """(the tensor rank, the name without it) of a per-rank entry."""
+    """(prefix of the tensor rank, the name without it) of a per-rank entry; None for others."""
     first, _, rest = name.partition(".")
     return (first, rest) if re.fullmatch(rf"{_PER_RANK}\d+", first) else None
 
@@ -232,7 +232,7 @@ def patched_reader() -> dict[str, Callable[..., Any]]:
 
 
 def settle(reader: Any) -> None:
-    """Point a reader of a folder without a checkpoint to that of a tensor or expert rank, if there is one.
+    """Redirect a reader of a folder without a checkpoint to the folder of a tensor or expert rank, if there is one.
 
     Raises:
         InputError: there are folders of several degrees.

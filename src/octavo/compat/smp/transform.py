@@ -1,4 +1,4 @@
-"""`torch.sagemaker.transform`: Octavo's blocks in a Hugging Face model, not yet sharded; FullyShardedDataParallel does that."""
+"""`torch.sagemaker.transform`: puts Octavo's blocks into a Hugging Face model, which FullyShardedDataParallel shards later."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Transformed:
 
     Attributes:
         cp_comm_type: exchange of keys and values.
-        from_rank0: rank 0 has the weights.
+        from_rank0: only rank 0 has the weights.
         layers: classes of decoder layers with experts, which SMP leaves in place.
         weights: rank 0's whole weights, if each rank's model has only parts of them.
     """
@@ -55,13 +55,13 @@ def whole_weights(model: nn.Module) -> Load | None:
 
 
 def transformed(model: nn.Module) -> Transformed | None:
-    """The note of `transform` on a model; None on any other."""
+    """The settings of `transform` for a model; None for a model that is not transformed."""
     found: Transformed | None = vars(model).get(_MARK)
     return found
 
 
 class Output(CausalLMOutput):
-    """A model's result. Without a loss it also acts as its logits, as in `out.sum()`."""
+    """A model's result; without a loss it has the attributes of its logits too, as in `out.sum()`."""
 
     def __getattr__(self, name: str) -> Any:
         logits = self.get("logits")
@@ -78,12 +78,12 @@ def transform(
     load_state_dict_from_rank0: bool = False,
     cp_comm_type: str = "p2p",
 ) -> nn.Module:
-    """Put Octavo's blocks into a model, for `FullyShardedDataParallel`, or as it is on one rank.
+    """Put Octavo's blocks into a model, for `FullyShardedDataParallel`, or for direct use on one rank.
 
     Args:
         model: with weights, which are used; or on the meta device, where it stays until FSDP.
-        device: of the result; the model's if absent.
-        dtype: of parameters; unchanged if absent.
+        device: of the result; None: the model's.
+        dtype: of parameters; None: unchanged.
         config: a `MoEConfig`, which overrides the model's config; None: expert losses by the model's config.
         load_state_dict_from_rank0: rank 0 has the weights; FSDP with sync_module_states=True gives them to the others.
         cp_comm_type: exchange of keys and values, "p2p" or "all_gather".
@@ -116,8 +116,8 @@ def transform(
     with given_names():
         seed = state.config.random_seed
         options = BuildOptions(dtype=params_dtype, params_dtype=params_dtype, seed=seed, moe=moe, averaged=True)
-        # FSDP decides later which weight layouts are cached, since it shards the model.
-        # But from here on each tensor rank has only its part of a matrix, so the ranks could not compare them later.
+        # FSDP shards the model later, and then decides which weight layouts are cached. Whether ranks have the same weights
+        # is checked here: afterwards each tensor rank has only its part of a matrix.
         if tensor and not load_state_dict_from_rank0:
             check_same_weights(model, all_ranks())
         how: Any = {"dtype": params_dtype, "params_dtype": params_dtype, "strategy": cp_comm_type}

@@ -32,7 +32,7 @@ def get_logger(name: str = "smp") -> logging.Logger:
 
 @contextlib.contextmanager
 def timeit(condition: bool = True, msg: str = "", rank: int | None = 0) -> Iterator[None]:
-    """Log the seconds that the block takes, on rank 0 and if `condition` holds."""
+    """Log the seconds of the block, on rank 0 and if `condition` is True."""
     start = time.perf_counter()
     yield
     if condition and not rank:
@@ -45,7 +45,7 @@ def get_global_ranks(group: dist.ProcessGroup | None = None) -> list[int]:
 
 
 def empty_module_params(module: nn.Module, device: torch.device | int | str | None = None, recurse: bool = False) -> nn.Module:
-    """Give the parameters of a module memory without values on `device`; those of its children too with `recurse`."""
+    """Give a module's parameters uninitialised memory on `device`; with `recurse` those of its children too."""
     for name, parameter in list(module.named_parameters(recurse=False)):
         new = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
         module.register_parameter(name, new)
@@ -56,7 +56,7 @@ def empty_module_params(module: nn.Module, device: torch.device | int | str | No
 
 
 def move_buffers_to_device(module: nn.Module, device: torch.device | int | str, recurse: bool = False) -> nn.Module:
-    """Move the buffers of a module to `device`; those of its children too with `recurse`."""
+    """Move a module's buffers to `device`; with `recurse` those of its children too."""
     for name, buffer in list(module.named_buffers(recurse=False)):
         module._buffers[name] = buffer.to(device)
     if recurse:
@@ -66,9 +66,9 @@ def move_buffers_to_device(module: nn.Module, device: torch.device | int | str, 
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, **others: Any) -> Tensor:
-    """Scale the gradients of a sharded model, PyTorch's FSDP, or any other to a norm of at most `max_norm`.
+    """Scale the gradients of a model, sharded or not, to a norm of at most `max_norm`.
 
-    Returns the norm before.
+    Returns the norm before scaling.
     """
     found = next((module for module in model.modules() if isinstance(module, FullyShardedDataParallel)), None)
     if found is not None:
@@ -77,7 +77,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, *
 
 
 def clip_by_pytorch(model: nn.Module, max_norm: float, norm_type: float) -> Any:
-    """PyTorch's `clip_grad_norm_`, which sees only each rank's tensors: refused where ranks hold ranges of parameters."""
+    """PyTorch's `clip_grad_norm_`; refused where ranks hold ranges of parameters, of which it would see this rank's only."""
     if any(block is not None for block in parameters_of(model).values()):
         raise InputError(
             f"clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type}): ranks hold ranges of this model's parameters, some "
