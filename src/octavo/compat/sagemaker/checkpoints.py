@@ -1,7 +1,8 @@
-"""`checkpoint_s3_uri` of a job: checkpoints are in /opt/ml/checkpoints before the script starts, and at the address afterwards.
+"""`checkpoint_s3_uri` of a job: the address of checkpoints, which the script finds in /opt/ml/checkpoints.
 
-A local folder is linked into the job, so that several jobs share it, and one job resumes from another's. From a remote address
-checkpoints are copied into the job's folder first, and back when the job ends, even if it fails; SageMaker copies continuously.
+A local folder is linked into the job, so that several jobs share it and a job resumes from another's checkpoints. From a remote
+address, checkpoints are copied into the job's folder before the script starts, and back when the job ends, even if it fails.
+SageMaker copies them continuously.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ class Checkpoints:
     """The folder of a job's checkpoints, and their address.
 
     Attributes:
-        inside: the folder, relative to that of the job.
-        local: a folder of this machine that it links to; None without.
-        remote: an address of another; None without.
+        inside: the folder, relative to the job's.
+        local: the folder of this machine to which it is a link; None without.
+        remote: the remote address; None without.
     """
 
     inside: str = "checkpoints"
@@ -49,10 +50,10 @@ class Checkpoints:
 
 
 def checkpoints_of(address: str | Path | None, path: str | Path | None, keys: Keys) -> Checkpoints:
-    """The checkpoints that the SDK's two arguments ask for. Without an address the path has no effect, as there.
+    """The checkpoints for the SDK's two arguments. Without an address the path has no effect, as in the SDK.
 
     Raises:
-        InputError: an address that is none, or a path outside of /opt/ml/checkpoints.
+        InputError: an invalid address, or a path outside of /opt/ml/checkpoints.
     """
     if address is None:
         return Checkpoints()

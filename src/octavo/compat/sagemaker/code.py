@@ -1,6 +1,6 @@
 """Code of a job: `source_dir` and dependencies, copied into the job's folder.
 
-Version control, caches, and folders of jobs (whose channels are links to data) are left out.
+Version control, caches and folders of jobs are left out; the latter contain links to data.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from octavo.errors import InputError
 from octavo.launch.addresses import expanded
 
 _MOST_CODE = 512 * 2**20
-"""Bytes of `source_dir`, which every job copies."""
+"""Limit of `source_dir` in bytes: every job copies it."""
 _NOT_CODE = (".git", ".hg", ".venv", "__pycache__", ".ipynb_checkpoints", ".mypy_cache", ".ruff_cache", ".pytest_cache")
 
 
 def files_of(folder: Path, jobs: Path, ignored: Sequence[str] = ()) -> list[Path]:
-    """The files of a folder of code, without those of version control, caches and jobs; ignored: patterns of further names.
+    """Files of a folder of code, without version control, caches and jobs. ignored: patterns of further names to leave out.
 
     Raises:
-        InputError: more than 512 MiB.
+        InputError: the files have more than 512 MiB.
     """
     found, total, skipped = [], 0, jobs.absolute()
     seen: set[Path] = set()
     for place, folders, names in os.walk(folder, followlinks=True):
-        if (real := Path(place).resolve()) in seen:  # a link to a folder above
+        if (real := Path(place).resolve()) in seen:  # a link to an enclosing folder
             folders.clear()
             continue
         seen.add(real)
@@ -67,7 +67,7 @@ def check_dependencies(names: Sequence[str]) -> None:
     """Check that dependencies exist.
 
     Raises:
-        InputError: one does not.
+        InputError: one does not exist.
     """
     for name in names:
         if not expanded(name, "dependencies").exists():
@@ -78,7 +78,7 @@ def copy_dependencies(names: Sequence[str], target: Path) -> None:
     """Copy files and folders beside the script.
 
     Raises:
-        InputError: the job's code has a file of this name already.
+        InputError: the job's code already has a file of this name.
     """
 
     def copy_new(source: str, to: str) -> None:

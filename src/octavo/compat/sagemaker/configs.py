@@ -1,7 +1,7 @@
-"""Configuration classes of `ModelTrainer`, named as in SageMaker's SDK, version 3; values are given by keyword.
+"""Configuration classes of `ModelTrainer`, named as in SageMaker's SDK, version 3, with keyword arguments.
 
-They check names, and `SMP` also its values; `octavo.compat.sagemaker.trainer` interprets the values. The SDK's objects are
-accepted in their place.
+They check names, and `SMP` its values too; `octavo.compat.sagemaker.trainer` checks and uses the values. The trainer accepts
+the SDK's objects too.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from octavo.errors import InputError, nearest
 
 
 class Mode(Enum):
-    """The SDK's places of training: both mean this machine."""
+    """The SDK's modes of training: both run on this machine."""
 
     LOCAL_CONTAINER = "LOCAL_CONTAINER"
     SAGEMAKER_TRAINING_JOB = "SAGEMAKER_TRAINING_JOB"
 
 
 class Config:
-    """Values by keyword.
+    """Base of the classes: keyword arguments become attributes; `defaults` has all names.
 
     Raises:
-        InputError: a name that the class does not have.
+        InputError: an unknown name.
     """
 
     defaults: ClassVar[Mapping[str, Any]] = {}
@@ -53,13 +53,13 @@ class Config:
 
 
 def _class(name: str, meaning: str, *names: str, **defaults: Any) -> type[Config]:
-    """A class of these fields, None by default."""
+    """A class with these fields; `names` default to None."""
     fields = dict.fromkeys(names) | defaults
     return type(name, (Config,), {"defaults": fields, "__doc__": meaning, "__module__": __name__})
 
 
 IGNORED = (".env", ".git", "__pycache__", ".DS_Store", ".cache", ".ipynb_checkpoints")
-"""The SDK's patterns of names that are no code."""
+"""The SDK's default `ignore_patterns`."""
 SourceCode = _class(
     "SourceCode", "The script and its folder.", "source_dir", "requirements", "entry_script", "command", "args",
     ignore_patterns=list(IGNORED),
@@ -125,7 +125,7 @@ class SMP(Config):
     """SMP's parameters, for `Torchrun`; None: SMP's default.
 
     Raises:
-        InputError: an unknown name, a value of the wrong type, or a degree that Octavo does not have.
+        InputError: an unknown name, a value of the wrong type, or an unsupported combination of degrees.
     """
 
     defaults = dict.fromkeys(SMP_PARAMETERS)
@@ -136,21 +136,18 @@ class SMP(Config):
 
 
 class Torchrun(DistributedConfig):
-    """Ranks: process_count_per_node on each machine, by default one a GPU; smp: SMP's parameters."""
+    """Ranks by torchrun: process_count_per_node on each machine, by default one for each GPU. smp: SMP's parameters."""
 
     defaults: ClassVar[Mapping[str, Any]] = {"process_count_per_node": None, "smp": None}
 
 
 class MPI(DistributedConfig):
-    """Ranks of mpirun, which `ModelTrainer` refuses."""
+    """Ranks by mpirun, which `ModelTrainer` refuses."""
 
     defaults: ClassVar[Mapping[str, Any]] = {"process_count_per_node": None, "mpi_additional_options": None}
 
 
 def value_of(config: Any, name: str) -> Any:
-    """A value of a configuration, None if unset. Also for the SDK's classes, whose unset values are marker objects.
-
-    config: a dictionary too.
-    """
+    """A value of a configuration or dictionary, None if unset; unset values of the SDK's classes are marker objects."""
     value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
     return None if type(value).__name__ == "Unassigned" else value

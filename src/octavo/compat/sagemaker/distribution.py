@@ -1,7 +1,7 @@
-"""Ranks and SMP's configuration of a job, from an estimator's `instance_type` and `distribution` on this machine.
+"""Ranks and SMP's configuration of a job on this machine, from an estimator's `instance_type` and `distribution`.
 
 Contradictions are refused before a folder is created: degrees that do not divide the ranks, FP8 on GPUs without it, keys of
-other libraries. A job runs on this host: a note names GPUs of the instance type that the host lacks.
+other libraries. A note names the GPUs of the instance type that this host lacks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SMP_PARAMETERS = (
     *DEGREES, "sm_activation_offloading", "activation_loading_horizon", "fsdp_cache_flush_warnings", "allow_empty_shards",
     "random_seed", "delayed_parameter_initialization",
 )  # fmt: skip
-"""Keys of SMP v2's configuration, with the one that its walk-through adds."""
+"""Keys of SMP v2's configuration, `delayed_parameter_initialization` included, which only its walk-through has."""
 _SMP_1 = (
     "active_microbatches", "auto_partition", "bf16", "bf16_params", "contiguous", "ddp", "ddp_dist_backend",
     "default_partition", "fp16", "fp16_params", "horovod", "memory_weight", "microbatches", "offload_activations", "optimize",
@@ -35,7 +35,7 @@ _KEYS = {
     "modelparallel": ("enabled", "parameters"),
     "dataparallel": ("enabled", "custom_mpi_options"),
 }
-"""Keys of each library's dictionary; MPI's options have no effect."""
+"""Library → keys of its dictionary; MPI's options have no effect."""
 _SWITCHES = ("sm_activation_offloading", "fsdp_cache_flush_warnings", "allow_empty_shards", "delayed_parameter_initialization")
 _TRUE = ("1", "1.0", "true", "yes", "on", "t", "y")
 _SMDDP = (
@@ -52,10 +52,10 @@ class Layout:
 
     Attributes:
         ranks: processes of one world; None for a script that runs as one process.
-        gpus: GPUs of this machine that they use; 0 on a CPU.
-        instance: the kind of machine that was asked for; None for one without GPUs.
+        gpus: GPUs of this machine in use; 0 on a CPU.
+        instance: the requested instance type; None for one without GPUs.
         parameters: SMP's configuration; None without SMP.
-        notes: differences from what was asked for, one sentence each.
+        notes: differences from the request, one sentence each.
     """
 
     ranks: int | None
@@ -69,9 +69,9 @@ class Distribution(NamedTuple):
     """An estimator's `distribution`.
 
     Attributes:
-        ranks: several ranks.
+        ranks: True for several ranks.
         parameters: SMP's, checked; None without SMP.
-        notes: libraries that are replaced.
+        notes: on libraries that are replaced.
     """
 
     ranks: bool
@@ -82,7 +82,7 @@ class Distribution(NamedTuple):
 def layout_of(
     instance_type: str, instance_count: int, distribution: Mapping[str, Any] | None, hyperparameters: Mapping[str, Any]
 ) -> Layout:
-    """The processes that an estimator's arguments ask for, on this machine.
+    """The processes on this machine for an estimator's arguments.
 
     Raises:
         InputError: an unknown machine or key, FP8 on GPUs without it, or degrees that do not fit the ranks.
@@ -102,15 +102,15 @@ def fit_layout(
     processes: int | None = None,
     keys: Keys = ESTIMATOR,
 ) -> Layout:
-    """The processes of a job, on this machine.
+    """The processes of a job on this machine.
 
     Args:
-        instance_type: a kind of machine.
-        instance_count: machines of this kind.
-        hyperparameters: for FP8 on GPUs without it.
+        instance_type: AWS's name, "local" or "local_gpu".
+        instance_count: instances of this type.
+        hyperparameters: checked for FP8 on GPUs without it.
         distributed: several ranks; else the script runs as one process.
         parameters: SMP's, checked; None without SMP.
-        processes: ranks of a machine; None: one for each of its GPUs.
+        processes: ranks on each instance; None: one for each of its GPUs.
         keys: names in messages.
 
     Raises:
@@ -163,7 +163,7 @@ def fit_layout(
 def _without_ranks(
     instance_type: str, instance_count: int, instance: Instance | None, here: list[str], keys: Keys
 ) -> Iterator[str]:
-    """Notes on a job without ranks: missing GPUs, and instances."""
+    """Notes on a job of one process: missing GPUs, and unused instances."""
     if instance is not None and not here:
         yield f"{instance_type} has {instance.gpus} x {instance.gpu}; this machine has no GPU: the script runs on its CPU."
     elif instance is not None and len(here) < instance.gpus:
@@ -183,7 +183,7 @@ def _ranks(
     here: list[str],
     notes: list[str],
 ) -> tuple[int, int]:
-    """Ranks, and GPUs of this machine that they use."""
+    """(ranks, GPUs of this machine in use); adds to `notes`."""
     each = processes or (1 if instance is None else instance.gpus)
     asked = each * instance_count
     machines = f"{instance_count} x {instance_type}" if instance_count > 1 else instance_type
@@ -211,7 +211,7 @@ def _ranks(
 
 
 def read_distribution(distribution: Mapping[str, Any] | None) -> Distribution:
-    """Ranks, and SMP's parameters. SageMaker's data parallel library starts ranks, and has NCCL or gloo in its place.
+    """Reads `distribution`. SageMaker's data parallel library starts ranks too, with NCCL or gloo for its collectives.
 
     Raises:
         InputError: another library, or an unknown key.
@@ -274,15 +274,15 @@ def _enabled(table: Mapping[str, Any], name: str) -> bool:
 
 
 def _is_true(value: Any) -> bool:
-    """True for a hyperparameter that switches something on, as a number or as text."""
+    """True for a hyperparameter that is a true flag, as a number or as text."""
     return str(value).strip().lower() in _TRUE
 
 
 def check_parameters(parameters: Mapping[str, Any], where: str = ESTIMATOR.smp) -> dict[str, Any]:
-    """SMP's parameters, checked key by key; where: their place in the call.
+    """SMP's parameters, checked key by key. where: their place in the call, for messages.
 
     Raises:
-        InputError: an unknown key, one of SMP v1, a value of the wrong type, or degrees that Octavo does not compose.
+        InputError: an unknown key, one of SMP v1, a value of the wrong type, or an unsupported combination of degrees.
     """
     if not isinstance(parameters, Mapping):
         raise InputError(f"{where} is {parameters!r}: write a dictionary, such as {{'context_parallel_degree': 8}}.")
@@ -323,9 +323,9 @@ def check_degrees(parameters: Mapping[str, Any], ranks: int, machines: str, keys
 
 
 def memory_advice(given: Mapping[str, Any] | None, parameters: Mapping[str, Any] | None, ranks: int | None) -> str:
-    """The settings that lower the memory of a rank, the next larger degree first; empty if none is known.
+    """Settings that lower the memory of a rank, as text; empty if none is known.
 
-    given: the hyperparameters. parameters: SMP's. ranks: processes, None for a script without a launcher.
+    given: the hyperparameters. parameters: SMP's. ranks: None for a script of one process.
     """
     hyperparameters = given or {}
     found = []

@@ -1,8 +1,8 @@
-"""What a job's script receives: SageMaker's environment variables, arguments and files.
+"""SageMaker's environment variables, arguments and configuration files for a job's script.
 
-Hyperparameters keep their types: SageMaker stores them as JSON. For the estimator the script gets them as from its training
-toolkit: arguments are `str(value)`, sorted by name; variables hold JSON, and text unchanged. For the trainer, as from its
-drivers: JSON in both, and text that is JSON counts as its value. SMP's configuration is the hyperparameter
+Hyperparameters keep their types: SageMaker stores them as JSON. The estimator passes them like SageMaker's training toolkit:
+arguments are `str(value)`, sorted by name; variables hold JSON, or unchanged text. The trainer passes them like the drivers of
+the SDK's version 3: JSON in both, and text that is valid JSON becomes its value. SMP's configuration is the hyperparameter
 `mp_parameters`; it becomes an argument only for a script that declares it, since others would refuse it.
 """
 
@@ -27,16 +27,16 @@ OF_RANKS = (
     "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT",
     "TORCHELASTIC_ERROR_FILE", *VARIABLES,
 )  # fmt: skip
-"""Variables of a launcher around the estimator, which are not those of its job."""
+"""Variables of a launcher that has started the estimator's process; its job does not inherit them."""
 
 
 def check_hyperparameters(
     values: Mapping[str, Any] | None, arguments: Callable[[Mapping[str, Any]], list[str]] | None = None
 ) -> dict[str, Any]:
-    """Hyperparameters as they arrive: through JSON. arguments: their form as arguments, `arguments_of` by default.
+    """Hyperparameters after a round trip through JSON. arguments: converts them to arguments; default `arguments_of`.
 
     Raises:
-        InputError: a name that is not a string, or a value that JSON does not have.
+        InputError: a name that is not a string, or a value that JSON cannot represent.
     """
     found: dict[str, Any] = {}
     if values is not None and not isinstance(values, Mapping):
@@ -58,10 +58,10 @@ def check_hyperparameters(
 
 
 def check_variables(values: Mapping[str, Any]) -> dict[str, str]:
-    """Variables of a script's environment, as text.
+    """Environment variables of a script, as text.
 
     Raises:
-        InputError: a name or a value that no process can be given.
+        InputError: a name or a value that an environment cannot contain.
     """
     for name, value in values.items():
         if value is None:
@@ -76,7 +76,7 @@ def check_variables(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _is_text(value: str) -> bool:
-    """True for text that a process can be given: without null characters and halves of surrogate pairs."""
+    """True for text that arguments and variables can contain: no null characters, no unpaired surrogates."""
     try:
         return b"\0" not in os.fsencode(value)
     except UnicodeEncodeError:
@@ -84,7 +84,7 @@ def _is_text(value: str) -> bool:
 
 
 def arguments_of(hyperparameters: Mapping[str, Any]) -> list[str]:
-    """The command line of a script."""
+    """A script's arguments, sorted by name."""
     found: list[str] = []
     for name in sorted(hyperparameters):
         value = hyperparameters[name]
@@ -97,12 +97,12 @@ def arguments_of(hyperparameters: Mapping[str, Any]) -> list[str]:
 
 
 def arguments_in_json(hyperparameters: Mapping[str, Any]) -> list[str]:
-    """The command line of a script that the trainer starts, in the given order."""
+    """A script's arguments as JSON, in the order of `hyperparameters`: the trainer's form."""
     return [part for name, value in hyperparameters.items() for part in (f"--{name}", _in_json(_value_of(_value_of(value))))]
 
 
 def _value_of(value: Any) -> Any:
-    """The value of text that is JSON; anything else as it is."""
+    """The value of text that is JSON; other values unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -117,14 +117,14 @@ def _in_json(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Encoding:
-    """How hyperparameters become text.
+    """Conversions of hyperparameters to text.
 
     Attributes:
-        arguments: of the script.
-        variable: the text of a variable.
-        stored: the text of one in hyperparameters.json.
-        name: the end of SM_HP_…, before it is put in capitals.
-        value: the value of one in SM_HPS.
+        arguments: all → arguments of the script.
+        variable: a value → the text of its variable.
+        stored: a value → its text in hyperparameters.json.
+        name: a name → the end of SM_HP_…, before it is converted to capitals.
+        value: a value → its value in SM_HPS.
     """
 
     arguments: Callable[[Mapping[str, Any]], list[str]]
@@ -203,7 +203,7 @@ def variables_of(
 
 
 def shared_variables(hyperparameters: Mapping[str, Any], encoding: Encoding) -> Iterator[str]:
-    """A sentence for each variable SM_HP_… of several hyperparameters, such as `lr` and `LR`: it has the last one's value."""
+    """A sentence for each variable SM_HP_… that hyperparameters share, such as `lr` and `LR`: it has the last one's value."""
     found: dict[str, list[str]] = {}
     for name in hyperparameters:
         found.setdefault(f"SM_HP_{encoding.name(name).upper()}", []).append(name)
@@ -231,11 +231,11 @@ def input_config(channels: Mapping[str, str]) -> dict[str, Any]:
 
 
 def inherited() -> dict[str, str]:
-    """This process's environment, adapted for a job: it has another current folder and other ranks."""
+    """This process's environment, adapted for a job, which has another working directory and other ranks."""
     found = {name: value for name, value in os.environ.items() if name not in OF_RANKS}
     paths = [str(Path(path).absolute()) for path in found.get("PYTHONPATH", "").split(os.pathsep) if path]
-    root = str(Path(__file__).absolute().parents[3])  # where Octavo is not installed, but imported from a folder
-    # Only the script needs the folder with the shims; it would change uncaught errors of the job's other processes.
+    root = str(Path(__file__).absolute().parents[3])  # Octavo's source, where it is not installed
+    # Only the script needs the folder with the shims: in other processes of the job it would change uncaught errors.
     site = Path(root, "octavo", "compat", "site").resolve()
     paths = [path for path in paths if Path(path).resolve() != site]
     there = root in paths or Path(root).name in ("site-packages", "dist-packages")
@@ -245,7 +245,7 @@ def inherited() -> dict[str, str]:
 
 
 def joined(variables: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
-    """A job's variables with those given for its script, whose PYTHONPATH goes before that of the job."""
+    """A job's variables with those for its script; the script's PYTHONPATH has precedence."""
     found = {**variables, **given}
     if "PYTHONPATH" in given:
         found["PYTHONPATH"] = os.pathsep.join(part for part in (given["PYTHONPATH"], variables.get("PYTHONPATH")) if part)
@@ -259,6 +259,6 @@ def _text(value: Any) -> str:
 
 
 TOOLKIT = Encoding(arguments_of, _text, json.dumps, str, lambda value: value)
-"""Of the estimator."""
+"""The estimator's."""
 DRIVERS = Encoding(arguments_in_json, _in_json, _in_json, lambda name: name.replace("-", "_"), _value_of)
-"""Of the trainer."""
+"""The trainer's."""

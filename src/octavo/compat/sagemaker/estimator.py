@@ -1,6 +1,6 @@
 """`octavo.launch.PyTorch`: the estimator of SageMaker's SDK, for jobs of this machine.
 
-A script and the call that starts it need no change but the import. The script runs as ranks of this host through
+A script and the call that starts it work with another import only. The script runs as ranks of this host through
 `octavo.compat`, with SageMaker's variables, arguments and folders. Mistakes in the call are found before a folder is created.
 """
 
@@ -26,21 +26,21 @@ class PyTorch:
     """A training script with its arguments, to be run by `fit`.
 
     Args:
-        entry_point: the script, a .py file; inside of `source_dir` if that is given.
-        source_dir: a folder that is copied into the job, and the current folder of the script.
+        entry_point: the script, a .py file; relative to `source_dir`, if given.
+        source_dir: a folder that is copied into the job, and the script's working directory.
         hyperparameters: arguments of the script, `--name value`; also SM_HP_NAME and SM_HPS.
-        instance_type: a kind of machine, with or without "ml.": one rank for each of its GPUs, as far as this machine has them;
-            on a machine without GPUs as many ranks on its CPU. "local_gpu": the GPUs of this machine; "local": its CPU.
-        instance_count: machines of this kind.
+        instance_type: an AWS instance type, with or without "ml.": one rank for each of its GPUs, at most one for each of this
+            machine; without GPUs here, as many ranks on the CPU. "local_gpu": the GPUs of this machine; "local": its CPU.
+        instance_count: instances of this type.
         distribution: {"torch_distributed": {"enabled": True}} for ranks, and SMP's parameters under "smdistributed".
-        output_path: a folder for jobs instead of ./jobs, or a remote address that gets model and output of a job at its end.
-        base_job_name: beginning of the names of jobs; that of the script if absent.
+        output_path: a folder for jobs instead of ./jobs, or a remote address to which model and output of a job are copied.
+        base_job_name: beginning of the names of jobs; None: the script's name.
         environment: further variables of the script.
         dependencies: files and folders that are copied beside the script.
         max_run: seconds after which a job is stopped.
-        checkpoint_s3_uri: a folder that is /opt/ml/checkpoints of each job, or a remote address, copied into it before the
-            script starts and from it at the end. Without it, checkpoints stay in the job's folder.
-        checkpoint_local_path: a folder in /opt/ml/checkpoints in its place.
+        checkpoint_s3_uri: a folder, /opt/ml/checkpoints of every job; or a remote address, copied there before the script
+            starts, and back at the end. Without it, checkpoints stay in the job's folder.
+        checkpoint_local_path: a folder in /opt/ml/checkpoints, to be used instead of the whole.
         sdk: other arguments of the SDK; those without an effect on this machine are logged once.
 
     Raises:
@@ -98,7 +98,7 @@ class PyTorch:
         return dict(self._hyperparameters)
 
     def set_hyperparameters(self, **values: Any) -> None:
-        """Set hyperparameters; others keep their values."""
+        """Set hyperparameters; others stay."""
         before = self._hyperparameters
         self._hyperparameters = before | check_values(values)
         try:
@@ -109,7 +109,7 @@ class PyTorch:
 
     @property
     def model_data(self) -> str | None:
-        """The folder of the newest job's model; None before a job."""
+        """The folder of the newest job's model; None before the first job."""
         return None if self.latest_training_job is None else self.latest_training_job.model_data
 
     def fit(
@@ -124,14 +124,14 @@ class PyTorch:
 
         Args:
             inputs: an address, or one for each channel: a local folder or file, `file://`, `s3://` and other schemes of fsspec.
-            wait: wait until the job ends, with its log on stdout. Otherwise it runs in the background; see `attach`.
+            wait: wait for the end of the job, with its log on stdout. Otherwise it runs in the background; see `attach`.
             logs: the log while waiting: "All" or "Training", True, or a list of these; "None" or False: no log.
-            job_name: by default from the script's name and the time. A name can be used only once.
-            experiment_config: has no effect.
+            job_name: a new name; None: the script's name and the time.
+            experiment_config: no effect.
 
         Raises:
-            InputError: an input, or the name; nothing was started.
-            JobFailed: the job failed; `exit_code` is that of the script.
+            InputError: a fault in an input or the name, before anything has started.
+            JobFailed: the job failed; `exit_code` is the script's.
             RunStopped: the job was stopped early.
         """
         job.wants_logs(logs)
@@ -145,21 +145,21 @@ class PyTorch:
             run(started, logs)
 
     def logs(self, wait: bool = True) -> None:
-        """Print the log of the newest job, until its end unless `wait` is False."""
+        """Print the log of the newest job; with `wait` until its end."""
         self._newest().logs(wait)
 
     def stop(self, wait: bool = True) -> None:
-        """Stop the newest job; `wait` for its end."""
+        """Stop the newest job; with `wait` until its end."""
         self._newest().stop(wait)
 
     @classmethod
     def attach(cls, training_job_name: str, sagemaker_session: Any = None, **other: Any) -> PyTorch:
-        """The estimator of a job, by its name; from any process.
+        """The estimator of a job, from any process.
 
         Args:
-            training_job_name: its name.
-            sagemaker_session: has no effect.
-            **other: `output_path`, the folder of jobs, if it was not ./jobs.
+            training_job_name: the job's name.
+            sagemaker_session: no effect.
+            **other: `output_path`, the folder of jobs, if it is not ./jobs.
 
         Raises:
             InputError: there is no such job.
@@ -209,7 +209,7 @@ class PyTorch:
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _record(self) -> dict[str, Any]:
-        """The fields that `attach` restores, without variables, which may be secrets."""
+        """The fields that `attach` restores; environment variables are left out, since they may be secrets."""
         stored = (
             "entry_point", "source_dir", "instance_type", "instance_count", "output_path", "base_job_name", "dependencies",
             "checkpoint_s3_uri", "checkpoint_local_path",
@@ -223,7 +223,7 @@ class PyTorch:
 
 
 class Missing(InputError, AttributeError):
-    """A missing name of the SDK; an AttributeError, so that `hasattr` is False."""
+    """An absent method of the SDK; an AttributeError, so that `hasattr` is False."""
 
 
 def check_values(values: Mapping[str, Any] | None) -> dict[str, Any]:

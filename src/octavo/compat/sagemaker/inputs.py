@@ -1,6 +1,6 @@
-"""Channels of a job: local folders and files as links, other addresses as copies through fsspec.
+"""Channels of a job: links to local folders and files, and copies of remote addresses (fsspec).
 
-The script sees each channel as a folder of files, as in SageMaker's mode "File". The mode "Pipe" is refused.
+To the script each channel is a folder of files, as in SageMaker's mode "File". The mode "Pipe" is refused.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from octavo.launch.addresses import fetch, local_path
 
 _CHANNEL = re.compile(r"[A-Za-z0-9.\-_]{1,64}")
 _PLAIN = {"distribution": "FullyReplicated", "s3_data_type": "S3Prefix", "input_mode": ("File", "FastFile")}
-"""Arguments of `TrainingInput` that describe a folder of files, which every channel is."""
+"""Argument of `TrainingInput` → values with the meaning "a folder of files", the only kind of channel."""
 _MEANINGLESS = ("content_type", "compression", "record_wrapping", "target_attribute_name", "attribute_names", "shuffle_config")
 
 
@@ -24,10 +24,10 @@ class TrainingInput:
 
     Args:
         s3_data: the address of a folder or a file.
-        other: arguments of SageMaker's class of this name. Only a folder of files, the same on every rank, is supported.
+        other: further arguments of SageMaker's class. Only a folder of files, the same on every rank, is supported.
 
     Raises:
-        InputError: an unknown argument, or one that asks for something else.
+        InputError: an unknown argument or an unsupported value.
     """
 
     def __init__(self, s3_data: str, **other: Any) -> None:
@@ -50,7 +50,7 @@ class FileSystemInput:
     Args:
         file_system_id: has no effect.
         file_system_type: has no effect.
-        directory_path: the folder, as this machine has it mounted.
+        directory_path: the folder at which this machine has mounted it.
         file_system_access_mode: "ro" or "rw"; the folder's permissions apply.
         content_type: has no effect.
     """
@@ -67,10 +67,10 @@ class FileSystemInput:
 
 
 def mounted(path: str, key: str) -> str:
-    """The folder of an AWS file system. key: for the message.
+    """The folder of a mounted AWS file system. key: its name in messages.
 
     Raises:
-        InputError: this machine does not have it.
+        InputError: there is no such folder.
     """
     if not Path(path).is_dir():
         raise InputError(f"{key}: {path!r} of an AWS file system is not here: mount it, and give its folder as a string.")
@@ -83,7 +83,7 @@ def addresses(inputs: Any, key: str = "inputs") -> dict[str, str]:
     key: the argument, for messages.
 
     Raises:
-        InputError: another form, a name that no channel may have, or a local path that does not exist.
+        InputError: a value of another type, an invalid name of a channel, or a local path that does not exist.
     """
     if inputs is None:
         return {}
@@ -128,7 +128,7 @@ def lay(channel: str, address: str, folder: Path, key: str = "inputs") -> Path:
     """Create the folder of a channel in `folder`; returns it. key: the argument, for messages.
 
     Raises:
-        InputError: the address cannot be read, or names nothing.
+        InputError: the address cannot be read, or nothing is there.
     """
     target = folder / channel
     source = local_path(address, f"{key}[{channel!r}]")

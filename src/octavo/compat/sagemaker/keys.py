@@ -1,4 +1,4 @@
-"""Names of a job's arguments for messages: the estimator's or the trainer's, whichever the user called."""
+"""Names of a job's arguments for messages: the estimator's or the trainer's, by the class that the user called."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Keys:
         entry: the script.
         smp: SMP's parameters.
         ranks: an argument that starts ranks.
-        machines: the arguments that say how many.
+        machines: the arguments for the number of ranks.
         inputs: the channels.
         call: a call with channels.
         output: the folder of jobs, or the address of results.
@@ -58,5 +58,5 @@ FACE = "OCTAVO_LAUNCH_FACE"
 
 
 def of_this_job() -> Keys | None:
-    """The names of the call that started this process's ranks; None outside of such a job."""
+    """The names for messages in a job's ranks; None outside of a job."""
     return next((keys for keys in (ESTIMATOR, TRAINER) if os.environ.get(FACE) == keys.face), None)

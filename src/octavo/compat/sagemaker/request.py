@@ -1,6 +1,6 @@
 """The request for a job, shared by the estimator and the trainer.
 
-`Request.check` finds every error that can be found without a job folder.
+`Request.check` checks everything that can be checked without a job folder.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ class Request:
 
     Attributes:
         entry: the script.
-        source_dir: the folder that is copied into the job; None for the script alone.
+        source_dir: the folder that is copied into the job; None: only the script.
         hyperparameters: of the script, checked.
         environment: further variables, checked.
-        instance_type: a kind of machine.
-        instance_count: machines of this kind.
-        distributed: several ranks.
+        instance_type: AWS's name, "local" or "local_gpu".
+        instance_count: instances of this type.
+        distributed: True for several ranks.
         parameters: SMP's, checked; None without SMP.
         notes: on libraries that are replaced.
-        processes: ranks of a machine; None: one a GPU.
+        processes: ranks on each instance; None: one for each GPU.
         output: the folder of jobs, or a remote address for results; None: ./jobs.
-        base_job_name: beginning of the job's name; None: that of the script.
+        base_job_name: beginning of the job's name; None: the script's name.
         dependencies: files and folders beside the script.
         ignored: patterns of names in `source_dir` that are left out.
-        requirements: a file of packages in the folder, of which a message says that it is not installed.
-        max_run: seconds.
+        requirements: a file of packages in source_dir; a message says that a job does not install them.
+        max_run: limit in seconds.
         checkpoints: the address of checkpoints.
         checkpoint_path: their folder below /opt/ml.
         keys: names in messages.
-        encoding: hyperparameters as text.
+        encoding: conversions of hyperparameters to text.
     """
 
     entry: str
@@ -72,7 +72,7 @@ class Request:
         """Check the arguments of the call.
 
         Raises:
-            InputError: there is one.
+            InputError: the first fault.
         """
         seconds = self.max_run
         if seconds is not None and (isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0):
@@ -84,10 +84,10 @@ class Request:
         code.check_dependencies(self.dependencies)
 
     def script(self) -> tuple[Path, Path]:
-        """The folder to copy, or the folder of the script, and the script in it.
+        """(source_dir, or the script's folder; the script's path).
 
         Raises:
-            InputError: one of them does not exist, or is not a Python script.
+            InputError: one of them does not exist, or the script is not a .py file.
         """
         entry, folder_name = self.keys.entry, self.source_dir
         if folder_name is not None and (":" in folder_name.partition("/")[0] or folder_name.endswith(".tar.gz")):
@@ -109,10 +109,10 @@ class Request:
         return folder.absolute(), script.absolute()
 
     def layout(self) -> Layout:
-        """The processes, on this machine.
+        """The processes on this machine.
 
         Raises:
-            InputError: they contradict each other or do not fit this machine.
+            InputError: arguments that contradict each other or do not fit this machine.
         """
         return fit_layout(
             self.instance_type,
@@ -134,10 +134,10 @@ class Request:
 
 
 def jobs_of(output: str | Path | None, key: str = ESTIMATOR.output) -> tuple[Path, str | None]:
-    """The folder of jobs for an `output_path`, and its remote address for results, or None. key: its name.
+    """(folder of jobs, remote address for results or None) for an `output_path`. key: its name in messages.
 
     Raises:
-        InputError: it is empty, or of an unknown kind.
+        InputError: it is empty, or has an unknown scheme.
     """
     if output is None:
         return JOBS, None

@@ -1,4 +1,4 @@
-"""The estimator with the positional arguments of SageMaker's SDK, for scripts that import it from there."""
+"""The estimator with the positional arguments of SageMaker's SDK, for scripts that import it from `sagemaker.pytorch`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class PyTorch(estimator.PyTorch):
     """`octavo.launch.PyTorch` with the SDK's order of positional arguments.
 
     Raises:
-        InputError: as there, or no entry_point.
+        InputError: as `octavo.launch.PyTorch`, or entry_point is missing.
     """
 
     def __init__(

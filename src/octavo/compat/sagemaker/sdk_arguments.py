@@ -17,7 +17,7 @@ MEANINGLESS = (
     "tensorboard_output_config", "training_repository_access_mode", "training_repository_credentials_provider_arn",
     "use_spot_instances", "volume_kms_key", "volume_size", "wait",
 )  # fmt: skip
-"""Accepted: a job runs here, under this user, in this Python. `wait` is of `fit`; the SDK accepts and ignores it."""
+"""Accepted without effect: a job runs here, under this user, in this Python. `wait` is `fit`'s; the SDK ignores it here."""
 
 _RECIPE = "HyperPod recipes are not supported: give a script as entry_point, or train a run file (octavo train presets/…)."
 REFUSED = {
@@ -42,7 +42,7 @@ _OWN = (
     "base_job_name", "environment", "dependencies", "max_run", "checkpoint_s3_uri", "checkpoint_local_path",
 )  # fmt: skip
 ARGUMENTS = (*_OWN, *MEANINGLESS)
-"""Every argument that is accepted, for the nearest of a mistyped one."""
+"""Every accepted argument, to suggest the nearest of a mistyped one."""
 
 _MET: Mapping[str, tuple[Any, ...]] = {
     "debugger_hook_config": (False,),
@@ -59,11 +59,11 @@ _MET: Mapping[str, tuple[Any, ...]] = {
     "use_spot_instances": (False,),
     "wait": (True,),
 }
-"""Values that change nothing, such as no debugger; ranks of one machine send nothing over a network."""
+"""Argument → values that are true of every job, such as no debugger. Ranks of one machine send nothing over a network."""
 
 
 def without_effect(given: Mapping[str, Any]) -> list[str]:
-    """Names of given arguments that are not at their neutral value and have no effect."""
+    """Names of arguments that have no effect, unless their value is true of every job."""
     asked = {name: value for name, value in given.items() if value is not None and value not in ([], (), {}, "")}
     return [name for name, value in asked.items() if not any(value is met or value == met for met in _MET.get(name, ()))]
 
@@ -97,7 +97,7 @@ OF_ESTIMATOR = {
     "image_uri": "training_image=…",
     "inputs": "input_data_config=[InputData(…)]",
 }
-"""The estimator's arguments, for calls that mix both: their place in the trainer's."""
+"""Argument of the estimator → that of the trainer, for calls that mix both."""
 OF_TRAINER = {
     "source_code": "entry_point and source_dir",
     "compute": "instance_type and instance_count",
@@ -109,12 +109,12 @@ OF_TRAINER = {
     "training_image": "image_uri",
     "networking": "subnets and security_group_ids",
 }
-"""The trainer's arguments, likewise."""
+"""Argument of the trainer → that of the estimator."""
 TRAINER_MEANINGLESS = (
     "role", "sagemaker_session", "training_image", "training_image_config", "tags", "input_s3_key_prefix",
     "local_container_root", "config_mgr",
 )  # fmt: skip
-"""Arguments of the trainer that are accepted: a job runs here, under this user, in this Python."""
+"""Arguments of the trainer, accepted without effect: a job runs here, under this user, in this Python."""
 TRAINER_REFUSED = {
     "algorithm_name": "algorithms of AWS's marketplace are not supported. Give a script in source_code.",
     "model_package_config": "a model registry is not supported. Leave it out.",
@@ -133,7 +133,7 @@ TRAINER_CONFIGS_REFUSED: Mapping[str, Mapping[str, str]] = {
     },
     "Networking": {"enable_network_isolation": REFUSED["enable_network_isolation"]},
 }
-"""Values of the trainer's configurations that are refused → what to do instead."""
+"""Configuration of the trainer → its refused values → what to do instead."""
 TRAINER_CONFIGS_SAID: Mapping[str, Mapping[str, Any]] = {
     "Compute": {
         "volume_size_in_gb": 30,
@@ -147,16 +147,16 @@ TRAINER_CONFIGS_SAID: Mapping[str, Mapping[str, Any]] = {
     "OutputDataConfig": {"kms_key_id": None, "compression_type": "NONE"},
     "CheckpointConfig": {"local_path": "/opt/ml/checkpoints"},
 }
-"""Values that have no effect, each with its neutral value."""
+"""Configuration of the trainer → its values without effect → the neutral one, which is not logged."""
 
 
 def check_sdk(given: Mapping[str, Any], face: str, known: Collection[str], refused: Mapping[str, str]) -> None:
-    """Check the arguments beside those of a face's signature.
+    """Check the SDK's further arguments, in `**sdk` of the estimator or the trainer.
 
     Args:
         given: name → value; a refused argument may be None.
-        face: PyTorch or ModelTrainer.
-        known: all names that it accepts.
+        face: the class, PyTorch or ModelTrainer.
+        known: all accepted names.
         refused: name → what to do instead.
 
     Raises:

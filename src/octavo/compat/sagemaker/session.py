@@ -12,8 +12,8 @@ class Session:
     """A session without a cloud; an estimator accepts and ignores it.
 
     Attributes:
-        boto_region_name: that of `boto_session`, for scripts that look an image up by it; "local" without one.
-        default_bucket_prefix: as given; scripts put it into addresses.
+        boto_region_name: the region of `boto_session`, for scripts that look up an image; "local" without a session.
+        default_bucket_prefix: the constructor's argument, for scripts that put it into addresses.
     """
 
     def __init__(
@@ -24,7 +24,7 @@ class Session:
         default_bucket_prefix: str | None = None,
         **options: Any,
     ) -> None:
-        """boto_session: of boto3, the first argument too. Other arguments have no effect."""
+        """boto_session: of boto3; may be the first positional argument. Other arguments have no effect."""
         given = boto_session if boto_session is not None or not others else others[0]
         self.boto_session = SimpleNamespace(region_name="local") if given is None else given
         self.boto_region_name: str = getattr(self.boto_session, "region_name", None) or "local"
@@ -32,7 +32,7 @@ class Session:
         self.default_bucket_prefix = default_bucket_prefix
 
     def default_bucket(self) -> str:
-        """The name that the SDK gives the bucket of an account, `sagemaker-REGION-ACCOUNT`; no bucket is created.
+        """The SDK's name for an account's bucket, `sagemaker-REGION-ACCOUNT`; no bucket is created.
 
         Raises:
             InputError: there is no `boto_session` to ask for the account.
@@ -62,10 +62,10 @@ class LocalSession(Session):
 
 
 def retrieve(*others: Any, **options: Any) -> str:
-    """`sagemaker.image_uris.retrieve`: jobs run in this Python, and an estimator logs that it ignores the image."""
+    """`sagemaker.image_uris.retrieve`: always "local". Jobs run in this Python; an estimator logs that the image is unused."""
     return "local"
 
 
 def get_execution_role(sagemaker_session: Any = None, use_default: bool = False) -> str:
-    """The role is "local": jobs run under this user."""
+    """`sagemaker.get_execution_role`: always "local". Jobs run under this user."""
     return "local"

@@ -27,7 +27,7 @@ from octavo.storage import describe_fault
 
 _SPEAKER = {ESTIMATOR.face: "estimator", TRAINER.face: "trainer"}
 _LONG = 100_000
-"""Characters of one value; Linux takes 131,072 bytes, of SM_HPS with all of them too."""
+"""Characters of a value that the message names as long; Linux limits a variable, also SM_HPS with all, to 131,072 bytes."""
 _LITERAL = re.compile(r"""["'](/opt/ml(?:/[^"'\s]*)?)["']""")
 
 
@@ -38,9 +38,9 @@ class Checked(NamedTuple):
     """A checked job, before it has a folder.
 
     Attributes:
-        root: the folder of code, or the script's folder.
-        script: in it.
-        files: of code.
+        root: source_dir, or the script's folder.
+        script: its path.
+        files: files of code, to be copied.
         layout: the processes.
         jobs: the folder of jobs.
         remote: an address for results; None without.
@@ -59,10 +59,10 @@ class Checked(NamedTuple):
 
 
 def check(request: Request, given: Any) -> Checked:
-    """Find every error that can be found before the job has a folder. given: its channels, as in `fit`.
+    """Check everything that can be checked before the job has a folder. given: its channels, as in `fit`.
 
     Raises:
-        InputError: there is one.
+        InputError: the first fault.
     """
     keys = request.keys
     request.check()
@@ -86,15 +86,15 @@ def start(
     """Start a job in the background.
 
     Args:
-        request: what it is to do.
+        request: the job.
         given: its channels, as in `fit`.
-        job_name: its name; None: a new one from script and time.
+        job_name: its name; None: the script's name and the time.
         record: the arguments of the estimator or trainer, stored with the job.
-        waits: the job ends with this process.
+        waits: the caller waits for the job, which ends with this process.
         kind: class of the result.
 
     Raises:
-        InputError: nothing was started.
+        InputError: a fault in the request; nothing has started.
     """
     keys = request.keys
     root, script, files, layout, jobs, remote, checkpoints, channels = check(request, given)
@@ -131,7 +131,7 @@ def start(
             folder, environment.joined(environment.inherited() | variables, variables_of_script), waits=waits, kind=kind
         )
     except BaseException as error:
-        shutil.rmtree(folder, ignore_errors=True)  # nothing has run in it
+        shutil.rmtree(folder, ignore_errors=True)  # nothing has run there
         if isinstance(error, OSError) and error.errno == errno.E2BIG:
             raise InputError(_too_long(request)) from error
         if isinstance(error, OSError):
@@ -149,7 +149,7 @@ def start(
 
 
 def _too_long(request: Request) -> str:
-    """The message for values that are longer than a process's variables may be."""
+    """The message for values that exceed the limit of a process's variables."""
     given = {"hyperparameters": request.hyperparameters, "environment": request.environment}
     lengths = {f"{what}[{key!r}]": len(str(value)) for what, values in given.items() for key, value in values.items()}
     what = max(lengths, key=lambda name: lengths[name], default="")
@@ -159,7 +159,7 @@ def _too_long(request: Request) -> str:
 
 
 def run(started: Job, logs: Any) -> None:
-    """Wait for the end of a job, with its log if `logs`; Ctrl-C stops it, and a second one does not wait for its end.
+    """Wait for the end of a job, with its log if `logs`. Ctrl-C stops the job; a second Ctrl-C returns at once.
 
     Raises:
         JobFailed: it failed.
@@ -180,7 +180,7 @@ def run(started: Job, logs: Any) -> None:
 
 
 def _without_traceback(interrupt: KeyboardInterrupt) -> None:
-    """End the process with exit code 130 if nothing catches `interrupt`: the message about the job is there already."""
+    """If nothing catches `interrupt`, end the process with exit code 130 and no traceback: the job's message is printed."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -192,7 +192,7 @@ def _without_traceback(interrupt: KeyboardInterrupt) -> None:
 
 
 def _mapped(request: Request, folder: Path, channels: Iterable[str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Hyperparameters and variables with SageMaker's paths in the job's folder."""
+    """Hyperparameters and variables, with paths below /opt/ml replaced by those in the job's folder."""
     given: dict[str, Mapping[str, Any]] = {"hyperparameters": request.hyperparameters, "environment": request.environment}
     hyperparameters, variables = (
         {
@@ -205,7 +205,7 @@ def _mapped(request: Request, folder: Path, channels: Iterable[str]) -> tuple[di
 
 
 def _say_literals(folder: Path, hyperparameters: Mapping[str, Any]) -> None:
-    """Name the first path below /opt/ml in the code that no hyperparameter replaces: it is not mapped."""
+    """Log the first path below /opt/ml in the code that is not a hyperparameter: paths in code are not replaced."""
     handed = {value for value in hyperparameters.values() if isinstance(value, str)}
     for path in sorted((folder / "code").rglob("*.py")):
         for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
@@ -257,7 +257,7 @@ def _command(
 
 
 def _supervise(folder: Path, variables: Mapping[str, str], *, waits: bool, kind: type[Kind]) -> Kind:
-    """Start the job's supervisor, and wait until it controls the job."""
+    """Start the job's supervisor, and wait until it has started the job."""
     with (folder / "log.txt").open("ab") as log:
         supervisor = subprocess.Popen(
             [sys.executable, "-P", "-m", "octavo.launch.supervisor", str(folder)],
@@ -274,7 +274,7 @@ def _supervise(folder: Path, variables: Mapping[str, str], *, waits: bool, kind:
 
     try:
         while not in_hand():
-            if supervisor.poll() is not None and not in_hand():  # checked a second time: a short job may have run in between
+            if supervisor.poll() is not None and not in_hand():  # the second check: a short job may have run in between
                 text = (folder / "log.txt").read_text(errors="replace").strip().splitlines()
                 raise InputError(f"the job could not be started: {text[-1] if text else 'its supervisor ended'}.")
             found.until(lambda: in_hand() or supervisor.poll() is not None, 1.0)

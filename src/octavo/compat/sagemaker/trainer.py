@@ -1,8 +1,8 @@
 """`octavo.launch.ModelTrainer`: the trainer of SageMaker's SDK, version 3, for jobs of this machine.
 
-It starts the same jobs as `octavo.launch.PyTorch`: ranks, folders, channels and refusals are the same, with this call's
-argument names. As in the SDK, hyperparameters become arguments as JSON. Unlike in the SDK (one hour), a job has no time limit
-unless one is given.
+It starts the same jobs as `octavo.launch.PyTorch`: ranks, folders, channels and refusals are the same, with the trainer's
+argument names. As in the SDK, hyperparameters become arguments in JSON. A job has no time limit by default; in the SDK it is
+one hour.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ _KINDS = {
 
 
 class ModelTrainer:
-    """A training script with its configuration, to be run by `train`. Values by keyword; the SDK's objects work too.
+    """A training script with its configuration, to be run by `train`. All arguments by keyword; the SDK's objects work too.
 
     Args:
         training_mode: both of `Mode` mean this machine.
-        base_job_name: beginning of the names of jobs; that of the script if absent.
+        base_job_name: beginning of the names of jobs; None: the script's name.
         source_code: `SourceCode`: folder, script and patterns of names to leave out.
         distributed: `Torchrun`, with `SMP`; None: the script is one process.
         compute: `Compute`: kind and number of machines; None: the SDK's default, a machine without GPUs.
         networking: `Networking`, without effect.
         stopping_condition: `StoppingCondition`: max_runtime_in_seconds, after which a job is stopped.
-        output_data_config: `OutputDataConfig`: s3_output_path is a folder for jobs instead of ./jobs, or a remote address that
-            gets model and output of a job at its end.
+        output_data_config: `OutputDataConfig`: s3_output_path is a folder for jobs instead of ./jobs, or a remote address to
+            which model and output of a job are copied at its end.
         input_data_config: a list of `InputData` or `Channel`.
-        checkpoint_config: `CheckpointConfig`: s3_uri is a folder that is /opt/ml/checkpoints of each job, or a remote address.
+        checkpoint_config: `CheckpointConfig`: s3_uri is a folder, /opt/ml/checkpoints of every job, or a remote address.
         training_input_mode: "File" or "FastFile".
         environment: further variables of the script.
         hyperparameters: arguments of the script, or the path of a JSON or YAML file with them.
@@ -132,13 +132,13 @@ class ModelTrainer:
 
         Args:
             input_data_config: further channels; those of the same name replace the trainer's.
-            wait: wait until the job ends, with its log on stdout. Else it runs in the background; see `latest_training_job`.
+            wait: wait for the end, with the log on stdout. Else the job runs in the background: see `latest_training_job`.
             logs: False: no log while waiting.
-            dry_run: check everything, and start nothing.
+            dry_run: only check the arguments.
 
         Raises:
-            InputError: an argument; nothing was started.
-            JobFailed: the job failed; `exit_code` is that of the script.
+            InputError: a fault in the arguments, before anything has started.
+            JobFailed: the job failed; `exit_code` is the script's.
             RunStopped: the job was stopped early.
         """
         job.wants_logs(logs)
@@ -267,7 +267,7 @@ class ModelTrainer:
         )
 
     def _ranks(self) -> tuple[int | None, dict[str, Any] | None]:
-        """Processes of a machine, and SMP's parameters."""
+        """(processes on each machine, SMP's parameters); None for the default, and without SMP."""
         if self.distributed is None:
             return None, None
         if not is_a(self.distributed, "Torchrun"):
@@ -289,7 +289,7 @@ class ModelTrainer:
     def _without_effect(self) -> list[str]:
         """Values of the configurations that are not neutral and have no effect."""
         given = {kind: self._config(name) for name, kind in _KINDS.items()}
-        if value_of(given["CheckpointConfig"], "s3_uri") is not None:  # the path is that of the address
+        if value_of(given["CheckpointConfig"], "s3_uri") is not None:  # with an address, its local_path has an effect
             given["CheckpointConfig"] = None
         named = ["InputData.content_type"] * any(value_of(one, "content_type") for one in self.input_data_config or ())
         return named + [

@@ -11,13 +11,13 @@ from octavo.launch.job import FINAL, Job
 
 
 class TrainingJob(Job):
-    """A job by the names of the SDK's version 3."""
+    """A job with the attributes and methods of the SDK's version 3."""
 
     @classmethod
     def get(
         cls, training_job_name: str, session: Any = None, region: str | None = None, *, output_path: str | None = None
     ) -> TrainingJob:
-        """The job of this name; from any process.
+        """The job of this name, from any process.
 
         Args:
             training_job_name: its name.
@@ -42,12 +42,12 @@ class TrainingJob(Job):
 
     @property
     def training_job_status(self) -> str:
-        """InProgress, Stopping, Completed, Failed or Stopped, as it is now."""
+        """The current status: InProgress, Stopping, Completed, Failed or Stopped."""
         return self.status
 
     @property
     def failure_reason(self) -> str | None:
-        """Why it failed; None if it did not."""
+        """The reason of a failure; None without one."""
         return self.describe()["FailureReason"] or None
 
     @property
@@ -69,8 +69,8 @@ class TrainingJob(Job):
         """Wait for the end of the job.
 
         Args:
-            poll: has no effect: the end is noticed at once.
-            timeout: seconds; the job continues after them.
+            poll: no effect: the end is noticed at once.
+            timeout: seconds to wait at most; the job itself continues.
             logs: print the log.
 
         Raises:

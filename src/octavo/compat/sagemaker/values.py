@@ -1,6 +1,6 @@
 """Checks the values of `ModelTrainer`'s arguments: configuration objects, texts, channels, hyperparameters from a file.
 
-The SDK's objects are accepted too, recognized by class name, and dictionaries of a configuration's values.
+Accepted in place of Octavo's configurations: the SDK's objects, recognized by class name, and dictionaries of values.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PLAIN_CHANNEL = {
     "input_mode": (None, "File", "FastFile"), "compression_type": (None, "None"), "record_wrapper_type": (None, "None"),
     "shuffle_config": (None,),
 }  # fmt: skip
-"""Values that describe a folder of files, which every channel is."""
+"""Values with the meaning "a folder of files", the only kind of channel."""
 
 
 def is_a(value: Any, *kinds: str) -> bool:
@@ -29,10 +29,10 @@ def is_a(value: Any, *kinds: str) -> bool:
 
 
 def config_of(value: Any, kind: str, key: str) -> Any:
-    """A configuration of the class of this name; of a dictionary too, as the SDK's classes are. key: for the message.
+    """`value` as a configuration of class `kind`; a dictionary is converted, as in the SDK. key: its name in messages.
 
     Raises:
-        InputError: another value.
+        InputError: a value of another kind.
     """
     if value is None or is_a(value, kind):
         return value
@@ -42,10 +42,10 @@ def config_of(value: Any, kind: str, key: str) -> Any:
 
 
 def text_of(value: Any, key: str) -> str | None:
-    """A text or a path, as text. key: for the message.
+    """A string, or a path as a string. key: its name in messages.
 
     Raises:
-        InputError: another value.
+        InputError: a value of another type.
     """
     if value is None or isinstance(value, str):
         return value
@@ -55,10 +55,10 @@ def text_of(value: Any, key: str) -> str | None:
 
 
 def channels_of(given: Any, key: str) -> dict[str, Any]:
-    """Channel → address, of a list of `InputData` or `Channel`. key: for messages.
+    """Channel → address, from a list of `InputData` or `Channel`. key: its name in messages.
 
     Raises:
-        InputError: another value, a channel that is not a folder of files, or two of one name.
+        InputError: a value of another type, a channel that is not a folder of files, or two channels of one name.
     """
     if given is None:
         return {}
@@ -100,10 +100,10 @@ def _address(channel: Any, key: str) -> str:
 
 
 def hyperparameters_of(given: Any) -> Any:
-    """Hyperparameters as given, or those of a JSON or YAML file.
+    """Hyperparameters of the call, or those in a JSON or YAML file.
 
     Raises:
-        InputError: there is no such file, or it holds something else.
+        InputError: there is no such file, or it is not a dictionary.
     """
     if not isinstance(given, str | Path):
         return {} if given is None else given
