@@ -1,4 +1,4 @@
-"""`python -m octavo.compat SCRIPT …`: runs the script here with the old names; also as `torchrun … -m octavo.compat`.
+"""`python -m octavo.compat SCRIPT …`: runs a script with the shims; also as `torchrun … -m octavo.compat`.
 
 The process becomes the script's (`exec`), so that its `__main__`, arguments, signals and process id are as without the shim.
 """

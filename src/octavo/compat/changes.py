@@ -24,7 +24,7 @@ class Changes:
     def redirect(self, function: Any, to: Callable[..., Any]) -> None:
         """Redirect every call of a function to another one, also calls by names that a script imported earlier.
 
-        Its code is replaced, so that `to` reaches the original only through `copy_of`. function: has no closure.
+        Its code is replaced: `to` calls the original through `copy_of`. function: without a closure.
         """
         self.set(function, "__signature__", inspect.signature(to, follow_wrapped=False))
         for name, value in (("__defaults__", None), ("__kwdefaults__", {"_octavo": to}), ("__code__", _call.__code__)):

@@ -1,8 +1,7 @@
-"""The import finder: maps the old libraries' module names to Octavo's modules, in a process and in those that it spawns.
+"""The import finder: maps module names of the replaced libraries to Octavo's modules, in a process and those that it spawns.
 
-A shim is a table: old module → Octavo's modules and the names imported from each. A module of the old name is an object with
-a spec but without code; objects keep Octavo's module as `__module__`, so that they are pickled by a name that every process
-finds. Nothing is written into installed packages. Loads no torch.
+A shim is a table: module of the library → Octavo's modules and the names imported from each. Such a module has a spec but no
+code, and its names keep the `__module__` of their definition. Nothing is written into installed packages. Loads no torch.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ Names = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Shim:
-    """The old names of one library.
+    """The names of one replaced library.
 
     Attributes:
         root: its package, such as "torch.sagemaker".
         library: its name in messages.
-        modules: every old module → the names in it.
-        ways: missing name → what to use instead; dotted names apply to all names below.
+        modules: each of its modules → the names in it.
+        ways: absent name → what to use instead; dotted names apply to all names below.
         absent: other packages of the library, which have no shim; `ways` has the remedy for each.
         begin: a module whose `apply` runs when the root is imported, and returns the function that undoes it.
         before: submodules that the root imports, so that they are its attributes.
@@ -111,7 +110,7 @@ class Finder(MetaPathFinder):
         self.undo: Callable[[], None] | None = None
 
     def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """The spec of an old module; MissingModule for another name below the root that is imported."""
+        """The spec of a module of the shim; MissingModule for an import of another name below the root."""
         absent = fullname in self.shim.absent
         if not absent and fullname != self.shim.root and not fullname.startswith(f"{self.shim.root}."):
             return None
@@ -177,7 +176,7 @@ class _Loader(Loader):
 
 
 def _fallback(shim: Shim, module: str, names: Sequence[str]) -> Callable[[str], Any]:
-    """`__getattr__` of an old module: its submodules, or MissingName."""
+    """`__getattr__` of a module of the shim: its submodules, or MissingName."""
     children = [name.removeprefix(f"{module}.") for name in shim.modules if name.startswith(f"{module}.")]
 
     def find(name: str) -> Any:
@@ -196,7 +195,7 @@ def installed(shim: Shim) -> Finder | None:
 
 
 def install(shim: Shim, *, replace: bool = False) -> None:
-    """Give this process the old names; a second call does nothing.
+    """Give this process the shim's names; a second call has no effect.
 
     Raises:
         InputError: the real package is installed and may not be replaced, or is imported already.
@@ -210,7 +209,7 @@ def install(shim: Shim, *, replace: bool = False) -> None:
 
 
 def uninstall(shim: Shim) -> None:
-    """Remove the old names from this process; existing objects stay valid."""
+    """Remove the shim's names from this process; existing objects stay valid."""
     finder = installed(shim)
     if finder is None:
         return

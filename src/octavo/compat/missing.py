@@ -1,6 +1,6 @@
-"""The errors for names of the old libraries that Octavo does not have; each says what to use instead.
+"""Errors for absent names of the replaced libraries; each says what to use instead.
 
-One is an ImportError and one an AttributeError, so that `try: import …` and `hasattr` go on as with any missing name.
+They are an ImportError and an AttributeError, so that `try: import …` and `hasattr` work as with any absent name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class MissingName(InputError, AttributeError):
 
 
 def way_of(name: str, ways: Mapping[str, str], known: Iterable[str] = ()) -> str:
-    """The sentence for a dotted name that is missing: its way, or that of the longest name around it; and a similar name."""
+    """The message for an absent dotted name: its remedy in `ways`, or that of an enclosing name, and a similar known name."""
     last = name.rpartition(".")[2]
     way = ways.get(last)
     around = name

@@ -1,4 +1,4 @@
-"""Messages logged once when an old name has no effect in Octavo, or a different one."""
+"""Messages logged once: names of the replaced libraries without effect in Octavo, or with a different one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from octavo.process import process
 
 
 def say_once(key: str, message: str) -> None:
-    """A line for the user, once, on the first rank."""
+    """Log a message once, on the first rank. key: identifies it."""
     if key not in process.said:
         process.said.add(key)
         if state.rank == 0 and os.environ.get("RANK", "0") == "0":

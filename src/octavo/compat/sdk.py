@@ -1,6 +1,6 @@
 """The shim of SageMaker's SDK, for scripts that start jobs: `octavo.launch` under the SDK's names. Loads no torch.
 
-Installed only where the SDK is not: with the SDK, such a script targets the cloud. `--replace-installed` overrides that.
+Not installed beside the SDK itself: then a script means AWS's cloud. `--replace-installed` overrides that.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MODULES: dict[str, Names] = {
     "sagemaker.inputs": _INPUTS,
     "sagemaker.pytorch": _ESTIMATOR,
     "sagemaker.pytorch.estimator": _ESTIMATOR,
-    # Version 3, and the same in late releases of version 2.
+    # Version 3, and late releases of version 2.
     "sagemaker.train": {**_SESSION, **_TRAINED},
     "sagemaker.train.model_trainer": _TRAINER,
     "sagemaker.train.configs": _CONFIGS,

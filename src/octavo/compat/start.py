@@ -1,4 +1,4 @@
-"""Start of a Python process under `python -m octavo.compat`: the shims, and errors as one message.
+"""Start of a Python process under `python -m octavo.compat`: installs the shims, and turns Octavo's errors into one message.
 
 Loads no torch: it runs in every process that a script starts.
 """
@@ -50,8 +50,8 @@ def install_all() -> None:
 def _let_threads_end() -> None:
     """Wait until the threads of torch.distributed on a CPU have freed the collectives of the last backward.
 
-    These refer to a Python object. A thread that frees one during interpreter shutdown aborts the process, after all its work:
-    4 of 20 trainings on two ranks without the wait, none of 24 with it.
+    A collective refers to a Python object, and a thread that frees it during interpreter shutdown aborts the process: 4 of 20
+    trainings on two ranks without the wait, none of 24 with it.
     """
     if "torch.distributed" in sys.modules:
         time.sleep(_SECONDS_OF_THREADS)
@@ -102,7 +102,6 @@ def _place(trace: TracebackType | None) -> str:
     """The innermost line of a traceback outside of installed packages and Octavo: "train.py, line 12: "."""
     found = ""
     for frame in traceback.extract_tb(trace):
-        # (the package of this module and everything else that comes with Python)
         if frame.filename.startswith("<") or "site-packages" in frame.filename or frame.filename.startswith(sys.prefix):
             continue
         if "/octavo/" in frame.filename and frame.filename.startswith(_ROOT):

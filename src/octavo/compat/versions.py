@@ -14,7 +14,7 @@ _WORDS = dict.fromkeys(("y", "yes", "t", "true", "on", "1"), 1) | dict.fromkeys(
 class LooseVersion:
     """A version as a list of its numbers and words, which compares as that list: 1.10 is newer than 1.9.
 
-    A number and a word in the same place compare by a TypeError, as in distutils.
+    A number and a word in the same place raise a TypeError, as in distutils.
     """
 
     def __init__(self, vstring: str | None = None) -> None:
@@ -23,7 +23,7 @@ class LooseVersion:
             self.parse(vstring)
 
     def parse(self, vstring: str) -> None:
-        """Take the version of a text."""
+        """Set the version from its text."""
         self.vstring = vstring
         self.version = [int(part) if part.isdigit() else part for part in _PARTS.findall(vstring)]
 
@@ -48,10 +48,10 @@ class LooseVersion:
 
 
 class StrictVersion(LooseVersion):
-    """Two or three numbers, and a letter a or b with a number for what comes before the release: 1.2b3 is older than 1.2."""
+    """Two or three numbers, and for a pre-release a or b with a number: 1.2b3 is older than 1.2."""
 
     def parse(self, vstring: str) -> None:
-        """Take the version of a text; a ValueError if it has another form."""
+        """Set the version from its text; a ValueError for another form."""
         found = _STRICT.fullmatch(vstring)
         if found is None:
             raise ValueError(f"invalid version number '{vstring}'")

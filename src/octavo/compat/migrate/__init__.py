@@ -1,4 +1,4 @@
-"""`octavo migrate`: finds names of SMP, Transformer Engine and others in a script, by its syntax tree, without running it.
+"""`octavo migrate`: finds uses of SMP, Transformer Engine and others in a script, by its syntax tree, without running it.
 
-Imports neither torch nor the libraries that a script is written for.
+Imports neither torch nor the script's libraries.
 """

@@ -1,7 +1,7 @@
-"""Parts of a script that reading cannot check, each of which gets a note, since the run may refuse it.
+"""Notes on parts of a script that reading cannot check, and that a run may refuse.
 
-Attributes of a layer's submodules, writes to them, calls of something that may be a layer, and dtypes that no layer supports.
-Omitted: dtypes of tensors that come from files.
+These are attributes of a layer's submodules, writes to them, calls of objects that may be layers, and dtypes that no layer
+supports. Omitted: dtypes of tensors from files.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _OF_TENSORS = (
     "data_ptr", "stride", "element_size", "half", "bfloat16", "square", "flatten", "is_meta", "tolist", "numpy",
     "backward", "mul_", "add_", "div_", "any", "all",
 )  # fmt: skip
-"""Attributes of a tensor that scripts ask for."""
+"""Attributes of a parameter that need no note."""
 _META = ("recipe", "num_gemms", "fp8_checkpoint")
-"""Entries of `fp8_meta` that are always there."""
+"""Entries that `fp8_meta` always has."""
 _WIDE = ("torch.float64", "torch.double", "torch.DoubleTensor", "numpy.float64", "numpy.double", "torch.complex64")
 _COUNTING = ("randint", "arange", "randperm", "argmax", "argsort", "from_numpy", "bincount", "LongTensor", "IntTensor")
-"""torch functions whose results no layer supports, or which preserve the dtype of their argument."""
+"""torch functions whose results have, or may have, an integer dtype, which no layer supports."""
 _WHOLE = ("int8", "int16", "int32", "int64", "uint8", "short", "int", "long", "bool")
 _REACHED = (
     "get_submodule",
@@ -43,7 +43,7 @@ _REACHED = (
 
 
 def doubts(nodes: Sequence[ast.AST], meanings: Meanings) -> Iterator[tuple[ast.AST, str]]:
-    """(node, the reason) for each; nodes: those of the tree."""
+    """(node, text of the note) for each. nodes: all nodes of the tree."""
     seen: set[int] = set()
     for node in nodes:
         if isinstance(node, ast.Attribute | ast.Subscript) and id(node) not in seen:
@@ -113,7 +113,7 @@ def _named(part: ast.Attribute | ast.Subscript) -> str:
 
 
 def _wide(node: ast.AST, meanings: Meanings) -> Iterator[tuple[ast.AST, str]]:
-    """Mentions of a dtype that no layer takes."""
+    """A mention of a dtype that no layer supports."""
     dotted = meanings.dotted(node) if isinstance(node, ast.Name | ast.Attribute) else None
     doubled = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "double"
     named = isinstance(node, ast.Constant) and node.value in ("float64", "double")
@@ -125,7 +125,7 @@ def _wide(node: ast.AST, meanings: Meanings) -> Iterator[tuple[ast.AST, str]]:
 
 
 def _may_be_layer(func: ast.expr, meanings: Meanings, values: dict[str, list[ast.expr]], unnamed: set[str]) -> bool:
-    """True for a called expression that yields a module without a name: an entry, the result of a method, a loop's item."""
+    """True for a callee that may be a module without a name: an entry, the result of a method, a loop's item."""
     if meanings.dotted(func) is not None or meanings.layers_of(func):
         return False
     if isinstance(func, ast.Subscript):
@@ -145,7 +145,7 @@ def _may_be_layer(func: ast.expr, meanings: Meanings, values: dict[str, list[ast
 
 
 def _counted(node: ast.Call, meanings: Meanings, values: dict[str, list[ast.expr]]) -> Iterator[tuple[ast.AST, str]]:
-    """A call of a layer whose input may be of whole numbers."""
+    """A call of a layer with an input that may have an integer dtype."""
     kinds = [target.dotted for target in meanings.targets(node) if target.dotted.endswith(".forward")]
     layers = [kind.removesuffix(".forward") for kind in kinds if is_layer(kind.removesuffix(".forward"))]
     given = node.args[: 3 if any(kind.endswith("DotProductAttention") for kind in layers) else 1]
@@ -155,7 +155,7 @@ def _counted(node: ast.Call, meanings: Meanings, values: dict[str, list[ast.expr
 
 
 def _is_whole(node: ast.expr, meanings: Meanings, values: dict[str, list[ast.expr]], depth: int) -> bool:
-    """True if an expression may be a tensor of whole numbers."""
+    """True if an expression may be a tensor of an integer dtype."""
     if depth == 0:
         return False
     if isinstance(node, ast.Name):

@@ -1,6 +1,6 @@
 """Checks calls of an estimator in a script: their ranks on this machine, and arguments without effect, refused or unchecked.
 
-Known values are given to the checks of `octavo.launch`. Omitted: whether a remote address can be reached.
+Values known without a run go through the checks of `octavo.launch`. Omitted: whether a remote address can be reached.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _WRONG = {
     "input_mode": lambda value: value not in (None, "File", "FastFile"),
     "entry_point": lambda value: not str(value).endswith(".py"),
 }
-"""Argument → whether a value is of the wrong kind."""
+"""Argument → True for a value of the wrong type."""
 _KINDS = {
     "environment": "a dictionary",
     "dependencies": "a list of paths",
@@ -48,9 +48,9 @@ _KINDS = {
 
 
 def told(given: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """The effect of a call with these arguments: its ranks, and arguments without effect, refused, or unchecked.
+    """The report on a call of an estimator: its ranks, and arguments without effect, refused, or unchecked.
 
-    folder: in which the call runs.
+    folder: the working directory of the call.
     """
     refused = [f"{name}: {REFUSED[name]}" for name, value in given.items() if name in REFUSED and value is not None]
     refused += [f"{name}: no argument of the SDK" for name in given if name not in (*_CALL, *REFUSED, "fit", REST)]
@@ -75,7 +75,7 @@ def told(given: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _faults(given: Mapping[str, Any]) -> Iterator[str]:
-    """Values of the wrong kind, and channels of a wrong name."""
+    """Values of the wrong type, and invalid names of channels."""
     for name, value in given.items():
         if not is_known(value):
             continue
@@ -95,7 +95,7 @@ def _faults(given: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _unchecked(given: Mapping[str, Any], folder: Path) -> Iterator[str]:
-    """Files and addresses that are not there, or are another machine's."""
+    """Files that do not exist here, and remote addresses."""
     entry, source = given.get("entry_point"), given.get("source_dir")
     if isinstance(entry, str) and (source is None or isinstance(source, str)):
         there = folder / Path(source or "").expanduser()

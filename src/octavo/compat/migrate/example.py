@@ -17,9 +17,9 @@ DEFAULTS: dict[str, Any] = {
     "use_synthetic_data": 0, "rope_scaling_factor": 8.0, "rope_scaling_low_freq_factor": 1.0,
     "rope_scaling_high_freq_factor": 4.0, "rope_scaling_original_max_position_embeddings": 8192,
 }  # fmt: skip
-"""Arguments of SMP's example script with keys in a run file, and the example's defaults; of the scaling, Llama 3.1's."""
+"""Arguments of SMP's example script with keys in a run file → the example's defaults; for rotary scaling, Llama 3.1's."""
 ROPE_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-"""Keys of a config's rotary scaling, arguments behind `rope_scaling_`."""
+"""Keys of a config's rotary scaling; the arguments begin with `rope_scaling_`."""
 
 OPTIONAL = (
     "hf_pretrained_model_name_or_dir", "validation_freq", "num_key_value_heads", "sliding_window", "training_dir", "test_dir",
@@ -33,7 +33,7 @@ NUMBERS = (
     "tensor_parallel_degree", "expert_parallel_degree", "activation_loading_horizon", "random_seed",
     "sm_activation_offloading",
 )  # fmt: skip
-"""Those of `OPTIONAL` that are numbers, or true or false."""
+"""The numbers and flags in `OPTIONAL`."""
 NO_KEY = (
     "auto_wrap_policy", "backward_fetch_policy", "clean_cache", "data_type", "delayed_param",
     "distributed_backend", "enable_memory_profiling", "epochs", "fast_validation", "forward_prefetch", "framework",
@@ -42,7 +42,7 @@ NO_KEY = (
     "checkpoint_type", "do_train", "do_eval", "delayed_parameter_initialization", "fsdp_cache_flush_warnings",
     "allow_empty_shards", "moe_all_to_all_dispatcher", "global_token_shuffle",
 )  # fmt: skip
-"""Arguments without a key: always on, or without counterpart."""
+"""Arguments without a key: always on, or without counterpart in Octavo."""
 SHAPES = {
     "llama_v2": "llama2-7b",
     "llama_v3": "llama-8b",
@@ -50,4 +50,4 @@ SHAPES = {
     "mistral": "mistral-7b",
     "mixtral": "mixtral-8x7b",
 }
-"""`model_type` → the built-in shape whose sizes the arguments replace."""
+"""`model_type` → built-in shape, whose sizes are replaced by the arguments."""

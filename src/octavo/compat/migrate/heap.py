@@ -1,9 +1,8 @@
-"""The heap of the interpreter: dictionaries, lists and functions of a script, with aliases, as far as they are known without a
-run.
+"""The interpreter's heap: a script's dictionaries, lists and functions with their aliases, as far as reading knows them.
 
-An object is known only while every reference to it is known. Once unseen code may hold it, it is lost for good: later writes to
-it are unknown too. Each change is logged, so that both branches of an unknown test start from the same state, and what they
-have in common is known afterwards. Omitted: sets, and attributes.
+An object is known while every reference to it is known. Once unseen code may hold a reference, the object is lost for good:
+later writes to it are unknown too. Each change is logged, so that both branches of an unknown test start from the same state,
+and their common part is known afterwards. Omitted: sets, attributes.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ class _Absent:
 
 
 ABSENT: Any = _Absent()
-"""No value: the name is not bound, or the key is not there."""
+"""No value: an unbound name, or an absent key."""
 MAYBE: Any = type(UNKNOWN)()
-"""A value known only at run time, of a key that may not be there."""
+"""The value of a key that may be absent, known only at run time."""
 READ, METHOD, LEAK, BIND = 1, 2, 3, 4
-"""Uses of a name by unseen code: read entries, call a method, hand its object on, bind it anew."""
+"""Uses of a name by unseen code, in increasing strength: read entries, call a method, pass its object on, rebind it."""
 
 
 class Table(dict[Any, Any]):
     """A dictionary.
 
     Attributes:
-        lost: unseen code may have it.
-        leaky: unseen code may have its values.
+        lost: unseen code may hold a reference to it.
+        leaky: unseen code may hold references to its values.
         ordered: the order of its keys is known.
     """
 
@@ -50,7 +49,7 @@ class Table(dict[Any, Any]):
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """All that a change of it may change."""
+        """Everything that a change may affect."""
         return list(self.items()), self.lost, self.leaky, self.ordered
 
     @state.setter
@@ -75,7 +74,7 @@ class Items(list[Any]):
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """All that a change of it may change."""
+        """Everything that a change may affect."""
         return list(self), self.lost, self.leaky
 
     @state.setter
@@ -97,9 +96,9 @@ class Names(dict[str, Any]):
     """The names of a module, class, function or comprehension.
 
     Attributes:
-        outer: where a name is looked up that it does not have.
-        shared: names that are the module's.
-        given: name → what code that may run at any time does with it (`READ` … `BIND`).
+        outer: the enclosing names, in which absent ones are looked up.
+        shared: names declared global.
+        given: name → its strongest use (`READ` … `BIND`) by code that may run at any time.
     """
 
     def __init__(self, outer: Names | None = None, kind: str = "function") -> None:
@@ -113,7 +112,7 @@ class Names(dict[str, Any]):
 
 @dataclass(frozen=True)
 class View:
-    """Keys, values or items of a dictionary, as they are when they are read."""
+    """A live view of the keys, values or items of a dictionary."""
 
     table: Table
     kind: str
@@ -134,14 +133,14 @@ class Builtin:
 
 
 class Losable:
-    """Base of an object of which no more may change than that it is lost."""
+    """Base of immutable objects that can only be lost."""
 
     lost: bool
     serial: int
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """The state that a change may affect."""
+        """Everything that a change may affect."""
         return (self.lost,)
 
     @state.setter
@@ -155,7 +154,7 @@ class Function(Losable):
 
     Attributes:
         defaults: parameter → value, evaluated once.
-        scope: enclosing names; only the module's for a function that is followed at its calls.
+        scope: the enclosing names; of a function that is followed at its calls, the module's only.
         lost: unseen code may call it.
     """
 
@@ -168,9 +167,14 @@ class Function(Losable):
 
 @dataclass(eq=False)
 class Job(Losable):
-    """An estimator: its arguments, a copy of them at construction, and one at its start.
+    """An estimator.
 
-    inputs: the arguments of its start, as in the script.
+    Attributes:
+        given: its arguments.
+        initial: a copy of them at construction.
+        fitted: a copy at the start of its job; None before.
+        inputs: the inputs of `fit`, as in the script.
+        lost: unseen code may hold a reference to it.
     """
 
     given: Table
@@ -185,7 +189,7 @@ class Job(Losable):
 class Task:
     """A process or thread that has not started: its function and arguments.
 
-    is_thread: it shares the script's objects and names; a process has copies.
+    is_thread: True for a thread, which shares the script's objects and names; a process has copies.
     """
 
     function: Function
@@ -194,14 +198,14 @@ class Task:
 
 
 Place = tuple[int, Any]
-"""An object (`id`), and a name in it, or None for the whole object."""
+"""(`id` of an object, a name in it or None for the whole object)."""
 
 
 class Heap:
     """The log of changes, and the consequences of losing an object."""
 
     def __init__(self) -> None:
-        self._log: list[tuple[Any, Any, Any]] = []  # object, name or None, what was there before
+        self._log: list[tuple[Any, Any, Any]] = []  # object, name or None, value before the change
         self._marks = 0
         self.on_release: Callable[[Function], None] = lambda function: None
         self.on_replace: Callable[[str], None] = lambda dotted: None
@@ -239,7 +243,7 @@ class Heap:
         return UNKNOWN if level == BIND else value
 
     def put(self, table: Table, given: dict[Any, Any]) -> None:
-        """Set entries; entries known only at run time may replace any."""
+        """Set entries of a dictionary; unknown ones (`REST`) may replace any."""
         gone: list[Any] = []
         if table.lost:
             gone = list(given.values())
@@ -262,12 +266,12 @@ class Heap:
             self.lose(value)
 
     def forget(self, value: Any) -> None:
-        """Forget the content of an object; later writes are known again."""
+        """Make the content of an object unknown; later writes to it are known."""
         if isinstance(value, Table | Items) and not value.lost:
             self.change(value)
             gone = list(children(value))
             if isinstance(value, Table):
-                value.update(dict.fromkeys(value, MAYBE))  # it may have been removed
+                value.update(dict.fromkeys(value, MAYBE))  # a key may have been removed
                 value[REST], value.ordered = UNKNOWN, False
             else:
                 value[:] = [MORE]
@@ -371,7 +375,7 @@ class Heap:
             self.lose(value)
 
     def anywhere(self, mark: int) -> tuple[dict[Place, tuple[Any, Any, Any]], list[Any]]:
-        """Each place → object, name, and the part of its value that was constant since a mark; and the values lost by that."""
+        """(each place → object, name, and what its values since a mark have in common; values lost by that)."""
         lost: list[Any] = []
         found: dict[Place, tuple[Any, Any, Any]] = {}
         for box, key, before in self._log[mark:]:
@@ -383,7 +387,7 @@ class Heap:
         }, lost
 
     def is_steady(self, mark: int, born: int) -> bool:
-        """True if each place is as at a mark."""
+        """True if no place has changed since a mark."""
         return all(
             box.serial > born or _alike(box, key, before, _now(box, key)) for box, key, before in self.changed(mark).values()
         )
@@ -412,7 +416,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def is_same(left: Any, right: Any) -> bool:
-    """True for one object, and for equal constants."""
+    """True for the same object, and for equal constants."""
     alike = isinstance(left, Imported | Builtin) and left == right
     return left is right or alike or (_is_plain(left) and _is_plain(right) and same(left, right))
 
@@ -428,7 +432,7 @@ def _common(left: Any, right: Any, lost: list[Any]) -> Any:
 def _joined(box: Any, key: Any, left: Any, right: Any, lost: list[Any]) -> Any:
     """The part that two states of a place share."""
     if key is not None:
-        if box.kind == "class" and (left is ABSENT) != (right is ABSENT):  # it may be the enclosing name
+        if box.kind == "class" and (left is ABSENT) != (right is ABSENT):  # the name may be the enclosing scope's
             lost += [around[key] for around in _outwards(box) if key in around]
         return _common(left, right, lost)
     if isinstance(box, Table):
@@ -486,7 +490,7 @@ def pairwise(left: Iterable[Any], right: Iterable[Any]) -> bool:
 
 
 def exported(value: Any) -> Any:
-    """A copy of a value as plain dictionaries, lists and constants; other values, or too many, are unknown."""
+    """A copy of a value as plain dictionaries, lists and constants; other parts, and parts beyond a limit, are UNKNOWN."""
     return _exported(value, 0, [_MOST_PARTS])
 
 
@@ -505,7 +509,7 @@ def _exported(value: Any, depth: int, left: list[int]) -> Any:
 
 
 def plain(value: Any, depth: int = 0) -> Any:
-    """A known value as a Python object: tuples are tuples. Raises ValueError for one that is not known, or too deep."""
+    """A known value as a Python object, with tuples. Raises ValueError for an unknown or too deeply nested value."""
     if isinstance(value, Table):
         if value.is_whole and depth < 4:
             return {key: plain(each, depth + 1) for key, each in value.items()}

@@ -11,7 +11,7 @@ from typing import Any
 
 
 class _Unknown:
-    """The type of `UNKNOWN`, which copies share."""
+    """The type of `UNKNOWN`; a deep copy is the same object."""
 
     def __deepcopy__(self, memo: Any) -> _Unknown:
         return self
@@ -25,7 +25,7 @@ UNKNOWN = _Unknown()
 OPTIONAL = _Unknown()
 """A value known only at run time, which may be None."""
 MORE = _Unknown()
-"""The one item of a list of which nothing is known, its length included."""
+"""The only item of a list about which nothing is known, not even its length."""
 REST = "**"
 """Key of a dictionary, with the value UNKNOWN, for further entries known only at run time."""
 _LARGEST = 10**12
@@ -56,7 +56,7 @@ _OF_TEXT = ("split", "strip", "lstrip", "rstrip", "lower", "upper", "title", "re
 
 @dataclass
 class RecipeValue:
-    """A recipe object as a value: its class, the arguments of its call, and whether its fields may have changed since."""
+    """A recipe object. dotted: its class. args, words: the arguments of its call. lost: its fields may have changed."""
 
     dotted: str
     args: list[Any]
@@ -68,7 +68,7 @@ class RecipeValue:
 
 
 def of_text(text: str, name: str, args: list[Any], keywords: dict[str, Any]) -> Any:
-    """A method of text."""
+    """The result of a method of text, or UNKNOWN."""
     if name == "join" and len(args) == 1 and isinstance(args[0], list) and all(isinstance(each, str) for each in args[0]):
         found = text.join(args[0])
         return found if len(found) <= LONGEST else UNKNOWN
@@ -83,7 +83,7 @@ def of_text(text: str, name: str, args: list[Any], keywords: dict[str, Any]) -> 
 
 
 def merge(left: dict[Any, Any], right: dict[Any, Any], memo: dict[Any, Any]) -> None:
-    """Keep in `left` the entries that both have; the rest becomes unknown."""
+    """Leave in `left` the entries that are the same in both; the others become UNKNOWN."""
     if (id(left), id(right)) in memo:
         return
     memo[id(left), id(right)] = left
@@ -95,12 +95,12 @@ def merge(left: dict[Any, Any], right: dict[Any, Any], memo: dict[Any, Any]) -> 
 
 
 def same(left: Any, right: Any) -> bool:
-    """True for equal values of one type."""
+    """True for equal values of the same type."""
     return type(left) is type(right) and bool(left == right) and (not isinstance(left, float) or repr(left) == repr(right))
 
 
 def is_known(value: Any) -> bool:
-    """True for a value of which every part is known without a run."""
+    """True if every part of a value is known without a run."""
     if isinstance(value, dict):
         return all(map(is_known, value.values()))
     if isinstance(value, list):
@@ -111,7 +111,7 @@ def is_known(value: Any) -> bool:
 
 
 def converted(kind: str, args: list[Any]) -> Any:
-    """The result of a function of `CONVERSIONS` for constants."""
+    """The result of a function of `CONVERSIONS`, or UNKNOWN. kind: its name."""
     if not all(isinstance(each, str | int | float) for each in args):
         return UNKNOWN
     try:
@@ -121,12 +121,12 @@ def converted(kind: str, args: list[Any]) -> Any:
 
 
 def entries(value: Any) -> dict[Any, Any]:
-    """The entries of a dictionary; for an unknown value `REST`."""
+    """A dictionary's entries; `{REST: UNKNOWN}` for any other value."""
     return value if isinstance(value, dict) else {REST: UNKNOWN}
 
 
 def calculated(kind: ast.operator, left: Any, right: Any) -> Any:
-    """A sum, product, … of two values; of large ones none, since a script may be anything."""
+    """The result of a binary operator, or UNKNOWN; limited in size, since a script may compute anything."""
     numbers = all(isinstance(each, int | float) and not isinstance(each, bool) for each in (left, right))
     texts = isinstance(kind, ast.Add) and isinstance(left, str) and isinstance(right, str)
     if not (numbers or texts) or type(kind) not in _OPERATORS:

@@ -1,7 +1,7 @@
-"""Which constant arguments of a script the compatibility layer would refuse.
+"""Checks a script's constant arguments against the limits of the compatibility layer.
 
-The tables of layers are those of `octavo.nn.arguments`, read from its source. Omitted: values that are tensors, modules
-or functions; sizes that do not fit each other.
+The tables of layers are those of `octavo.nn.arguments`, read from its source, and checks are those that calls run. Omitted:
+values that are tensors, modules or functions; sizes that do not fit each other.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from octavo.errors import InputError
 
 _TE = "transformer_engine.pytorch."
 _TP = ("sequence_parallel", "tp_group", "tp_size", "parallel_mode", "set_parallel_mode")
-"""Arguments that one tensor-parallel rank makes no-ops."""
+"""Arguments without effect for a single tensor-parallel rank."""
 _OF_CALLS = (
     "bottom_right_diagonal", "window_size", "qkv_format", "qkv_layer", "kv_layer", "encoder_output", "enc_dec_attn_mask",
 )  # fmt: skip
@@ -46,18 +46,18 @@ _TAKEN = {
     "MultiheadAttention.forward": _OF_CALLS,
     "TransformerLayer.forward": _OF_CALLS,
 }
-"""Arguments of `octavo.nn.arguments` that the compatibility layer takes itself."""
+"""Arguments in `octavo.nn.arguments` that the compatibility layer handles itself."""
 _ATTENTIONS = ("DotProductAttention", "MultiheadAttention", "TransformerLayer")
 _RECIPES = ("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling")
 
 
 class Limit(NamedTuple):
-    """The values that an argument may have.
+    """The allowed values of an argument.
 
     Attributes:
-        allows: True for such a value.
-        text: them in words, with the way for others.
-        open: the value of a variable may be another one: it is worth a note.
+        allows: True for an allowed value.
+        text: the allowed values in words, and what to do instead of others.
+        open: a value known only at run time gets a note.
     """
 
     allows: Callable[[Any], bool]
@@ -66,7 +66,7 @@ class Limit(NamedTuple):
 
 
 def one_of(*values: Any, way: str = "") -> Limit:
-    """The limit to a few values."""
+    """The limit to a few values. way: what to do instead of others."""
     return Limit(lambda value: any(value is one or value == one for one in values), _listed(values, way))
 
 
@@ -83,7 +83,7 @@ def _number(low: float, high: float) -> Callable[[Any], bool]:
 
 
 def _whole(value: Any, low: float, high: float = float("inf")) -> bool:
-    """True for a whole number between two, as text too."""
+    """True for a whole number from `low` to `high`, as text too."""
     return str(value).lstrip("-").isdigit() and low <= int(value) <= high
 
 
@@ -114,12 +114,12 @@ _FIELDS = {
     **dict.fromkeys(("fp8_dpa", "fp8_mha"), "True is refused."),
     **dict.fromkeys(("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"), "it takes the recipe's default alone."),
 }
-"""Field of a recipe that only some values are taken of → these."""
+"""Field of a recipe → its supported values, in words."""
 _INIT = {"preserve_high_precision_init_val": one_of(False, way="Parameters are in high precision: read them.")}
 _RECIPE = "transformer_engine.common.recipe."
 _ACCELERATES = ("accelerate.utils.TERecipeKwargs", "accelerate.utils.FP8RecipeKwargs")
 _OPTIONS = ("use_autocast_during_eval", "use_mxfp8_block_scaling", "backend", "opt_level")
-"""Arguments of these that are no field of a recipe."""
+"""Arguments of these that are not fields of a recipe."""
 _CALLS: dict[str, dict[str, Limit]] = {
     f"{_TE}fp8_model_init": _INIT,
     f"{_TE}quantized_model_init": _INIT,
@@ -134,7 +134,7 @@ _CALLS: dict[str, dict[str, Limit]] = {
         "dynamo_backend": one_of(None, "no", "NO", "eager", "EAGER", "inductor", "INDUCTOR"),
     },
 }
-"""Function → argument → its values."""
+"""Function → argument → its limit."""
 _CONTEXTS = {f"{_TE}fp8_autocast": "fp8_recipe", f"{_TE}autocast": "recipe"}
 _ROTATION = f"{_TE}attention.apply_rotary_pos_emb"
 _ROTATIONS = (_ROTATION, f"{_TE}attention.rope.apply_rotary_pos_emb")
@@ -142,7 +142,7 @@ _MOE = "torch.sagemaker.moe.moe_config.MoEConfig"
 
 
 def recipe_class(dotted: str) -> str | None:
-    """The class of the recipe that a name makes; None for others."""
+    """The recipe class that a call of this name constructs; None for others."""
     if dotted.rpartition(".")[2] in ("get_default_recipe", "get_default_fp8_recipe") and dotted.startswith(_TE):
         return "DelayedScaling"
     name = dotted.removeprefix(_RECIPE)
@@ -150,7 +150,7 @@ def recipe_class(dotted: str) -> str | None:
 
 
 def _real(value: Any) -> Any:
-    """A known value as Python objects: formats and recipes are objects, lists are tuples."""
+    """A known value as the call would get it: formats and recipes as objects, lists as tuples."""
     if isinstance(value, RecipeValue):
         kind = getattr(recipes, value.dotted)
         return kind(*map(_real, value.args), **{name: _real(each) for name, each in value.words.items()})
@@ -160,7 +160,7 @@ def _real(value: Any) -> Any:
 
 
 def _fault(check: Callable[[], Any]) -> str | None:
-    """The reason for which a check refuses; None if it does not."""
+    """The message of a failed check; None if it passes."""
     try:
         check()
     except (InputError, TypeError, ValueError, AssertionError) as error:
@@ -169,7 +169,7 @@ def _fault(check: Callable[[], Any]) -> str | None:
 
 
 def _of_recipe(name: str, given: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    """Fields of a recipe that its constructor or an autocast refuses."""
+    """Refused fields of a recipe, by its constructor or an autocast."""
     for field, value in given.items():
         if is_known(value) and field != REST:
             fault = _fault(lambda: te.check_recipe(getattr(recipes, name)(**{field: _real(value)}), name))  # noqa: B023
@@ -178,7 +178,7 @@ def _of_recipe(name: str, given: Mapping[str, Any]) -> Iterator[tuple[str, Any, 
 
 
 def _of_accelerate(given: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    """Arguments of TERecipeKwargs whose recipe is refused; texts are Accelerate's."""
+    """Refused arguments of TERecipeKwargs; Accelerate has text for formats and algorithms."""
     for name, value in given.items():
         if name == "use_mxfp8_block_scaling" and is_known(value) and value:
             yield name, value, "Octavo has no MXFP8."
@@ -197,7 +197,7 @@ def _of_accelerate(given: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
 
 
 def _of_context(dotted: str, given: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    """The recipe of an autocast."""
+    """A refused recipe of an autocast."""
     name = _CONTEXTS[dotted]
     value = given.get(name)
     if given.get("enabled", True) is UNKNOWN or value is None or not (given.get("enabled", True) or given.get("calibrating")):
@@ -212,9 +212,9 @@ def _of_context(dotted: str, given: Mapping[str, Any]) -> Iterator[tuple[str, An
 
 
 def refused(dotted: str, given: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    """(argument, its value, the reason) for the known values of a call that are refused.
+    """(argument, value, reason) for each refused value of a call, of those that are known without a run.
 
-    dotted: the name in the library's first module; `….forward` for a call of a layer.
+    dotted: the canonical name; `….forward` for a call of a layer.
     """
     for name, limit in _limits(dotted, given).items():
         value = given.get(name, UNKNOWN)
@@ -241,9 +241,9 @@ def refused(dotted: str, given: Mapping[str, Any]) -> Iterator[tuple[str, Any, s
 
 
 def _alone_and_together(check: Callable[[dict[str, Any]], Any], given: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    """Refusals of a check of arguments: of each known one by itself, or else of all of them.
+    """Faults that a check finds in each known argument by itself, or else in all of them together.
 
-    A value that only a run tells stands for a tensor, or is left out if that is not certain (`OPTIONAL`).
+    UNKNOWN stands for a tensor. With `OPTIONAL` or further unknown arguments, combinations are not checked.
     """
     known = {name: value for name, value in given.items() if is_known(value) and name != REST}
     there = {name: value for name, value in given.items() if name != REST and value is not OPTIONAL}
@@ -252,7 +252,7 @@ def _alone_and_together(check: Callable[[dict[str, Any]], Any], given: Mapping[s
     found = False
     for name, value in known.items():
         if name not in te.LENGTHS and (fault := _fault(lambda: check({name: value}))) is not None:  # noqa: B023
-            lone = _fault(lambda: check(there)) is not None  # beside the others it may be right
+            lone = _fault(lambda: check(there)) is not None  # together with the others it may be valid
             if lone or not there:
                 found = True
                 yield name, value, fault
@@ -261,7 +261,7 @@ def _alone_and_together(check: Callable[[dict[str, Any]], Any], given: Mapping[s
 
 
 def _of_experts(given: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    """Values of a MoEConfig that it refuses, or `transform`."""
+    """Refused values of a MoEConfig, each by itself."""
     for name, value in given.items():
         if name == REST or not is_known(value):
             continue
@@ -271,7 +271,7 @@ def _of_experts(given: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
 
 
 def _refused_channel(given: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    """Arguments of a channel that `octavo.launch` refuses."""
+    """Refused arguments of a channel (`TrainingInput`)."""
     if not {"s3_data", REST} & set(given):
         yield "s3_data", None, "give an address."
     for name, value in given.items():
@@ -283,7 +283,7 @@ def _refused_channel(given: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]
 
 
 def _unfit(layer: str, given: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    """Values that do not fit those of other arguments."""
+    """Values that contradict other arguments."""
     known = {
         name: value for name, value in given.items() if is_known(value) and name != REST and not isinstance(value, RecipeValue)
     }
@@ -322,7 +322,7 @@ def _check_terms(given: Mapping[str, Any]) -> None:
 
 
 def unsure(dotted: str, given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(argument, the limit) for the arguments of a call that only some values are taken of, and whose value is not known."""
+    """(argument, limit in words) for each argument of a call that has a limit and whose value is known only at run time."""
     for name, limit in _limits(dotted, given).items():
         if name in given and limit.open and not is_known(given[name]):
             yield name, limit.text
@@ -381,12 +381,12 @@ _OF_STATE = {
 
 
 def of_state(dotted: str) -> str | None:
-    """A need of the run's state that a call has and no script tells; None for other calls."""
+    """A requirement on the state of the run, which reading cannot check; None for a call without one."""
     return UNSEEN if is_trainer(dotted) else _OF_STATE.get(dotted)
 
 
 def of_call(layer: str, given: Mapping[str, Any], makings: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Further arguments that a call of attention needs, from the constructors of such layers in the script."""
+    """Requirements of a call of attention, from `makings`: the constructor arguments of such layers in the script."""
     name = layer.removeprefix(_TE).removesuffix(".forward")
     if name not in _ATTENTIONS or REST in given:
         return
@@ -411,7 +411,7 @@ def of_call(layer: str, given: Mapping[str, Any], makings: Sequence[Mapping[str,
 
 
 def _refused_keys(config: Any) -> Iterator[tuple[str, Any, str]]:
-    """Keys of SMP's configuration that `init` refuses, by the class that it reads them with."""
+    """Refused keys of SMP's configuration, by the class that `init` reads it with."""
     if not isinstance(config, dict):
         return
     known = {key: value for key, value in config.items() if key != REST and is_known(value)}
@@ -454,11 +454,11 @@ _ANY_TEXT = (
 
 
 def odd(dotted: str, signature: Signature | None, name: str, value: Any) -> str | None:
-    """The reason for which a constant may be refused in the run by no limit that is known here; None for a usual one."""
+    """The reason why a run may refuse a constant that no limit of this module refuses; None for a usual value."""
     kind = None if signature is None else signature.kinds.get(name)
     if value is None:
         there = signature is None or name not in signature.required
-        of_layer = dotted.removeprefix(_TE) in _of_layers()  # whose kinds are those of defaults
+        of_layer = dotted.removeprefix(_TE) in _of_layers()  # its kinds follow from defaults
         return None if there and (kind is None or of_layer or takes(kind, None)) else "it has to be there."
     if name == "mixed_precision" and value == "fp16":
         return "it needs a GPU."
@@ -540,7 +540,7 @@ def _limits(dotted: str, given: Mapping[str, Any]) -> dict[str, Limit]:
 
 @cache
 def _of_layers() -> dict[str, dict[str, Limit]]:
-    """Layer, or layer.forward → argument → its values; those of any value are not in it."""
+    """Layer, or layer.forward → argument → its limit; arguments without a limit are left out."""
     names = tables("octavo.kernels.reference", ("ACTIVATIONS",))
     found = tables("octavo.nn.arguments", ("ARGUMENTS", "ACTIVATIONS", "FORMATS"), reference=SimpleNamespace(**names))
     masks = one_of(*tables("octavo.compat.te.masks", ("TYPES",)).get("TYPES", ()))
@@ -580,7 +580,7 @@ def _of_layers() -> dict[str, dict[str, Limit]]:
 
 
 def _usual(layer: str) -> tuple[str, ...]:
-    """Arguments of a layer's constructor with one of the usual limits."""
+    """Arguments of a layer's constructor with a limit that several layers share."""
     return {
         "LayerNormLinear": ("normalization",),
         "LayerNormMLP": ("normalization", "activation"),

@@ -1,7 +1,7 @@
 """Resolves a script's names: imports and their aliases, subclasses, partials, and variables that hold layers.
 
-A name that is bound twice, to a library and to something else, is unsure. Layers are followed through assignments, wrappers
-and the parameters of the script's functions; other receivers of a layer are listed in `strays`.
+A name that is bound both to a library and to something else is unsure. Layers are followed through assignments, wrappers and
+parameters of the script's functions; places where they are not followed are listed in `strays`.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ _WRAPPERS = (
     "FullyShardedDataParallel", "DistributedDataParallel", "DataParallel", "compile", "checkpoint_wrapper", "offload_wrapper",
     "prepare", "deepcopy", "copy", "fully_shard", "replicate",
 )  # fmt: skip
-"""Functions whose result is called as the module that they get."""
+"""Functions whose result is called like the module that they wrap."""
 _QUIET = (
     "print", "isinstance", "issubclass", "type", "len", "repr", "str", "id", "hasattr", "super", "setattr", "add_module",
     "register_module", "Sequential", "getattr", "append", "summary", "numel", "callable", "assertIsInstance",
 )  # fmt: skip
-"""Functions that call no layer, or with one argument alone."""
+"""Functions that do not call their arguments, or call them with one argument."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """Callee of a call.
+    """A possible callee of a call.
 
     Attributes:
         dotted: the canonical name; `….forward` for a call of a layer.
-        skip: leading arguments that do not count: self.
-        sure: False if it may be something else.
-        whole: False if further arguments come from a partial.
-        recomputed: the arguments are those of a `checkpoint`, which removes its arguments.
+        skip: number of leading arguments that are not the callee's, such as self.
+        sure: False if the callee may be something else.
+        whole: False if a partial has further arguments.
+        recomputed: the callee is called by `checkpoint`, whose own arguments do not count.
     """
 
     dotted: str
@@ -50,9 +50,9 @@ class Meanings:
     """Meanings of the names of a tree.
 
     Attributes:
-        names: a name of the script → dotted.
-        unsure: names of libraries that are something else too.
-        strays: (node, layer, its receiver) of a layer whose calls are not seen.
+        names: name in the script → dotted name.
+        unsure: names that are bound both to a library and to something else.
+        strays: (node, layer, place) where a layer is not followed.
     """
 
     tree: ast.AST
@@ -74,7 +74,7 @@ class Meanings:
                 self._functions.setdefault(node.name, []).append(node)
 
     def bind(self, name: str, dotted: str) -> None:
-        """A name that an import binds. A library goes before anything else."""
+        """Bind a name by an import; a library has precedence."""
         before = self.names.get(name)
         if before is not None and before != dotted and (library_of(before) or library_of(dotted)):
             self.unsure.add(name)
@@ -82,7 +82,7 @@ class Meanings:
         self.names[name] = dotted
 
     def follow(self, nodes: Iterable[ast.AST]) -> None:
-        """Follow assignments, classes and functions; nodes: those of the tree by lines."""
+        """Follow assignments, classes and functions. nodes: all nodes of the tree, in the order of lines."""
         nodes = list(nodes)
         imported = set(self.names)
         for node in nodes:
@@ -119,7 +119,7 @@ class Meanings:
             if owner is None or not (isinstance(text, ast.Constant) and isinstance(text.value, str)):
                 return None
             return ".".join([owner, text.value, *reversed(parts)])
-        if parts and isinstance(node, ast.Call):  # a method of what a class makes
+        if parts and isinstance(node, ast.Call):  # a method of a new instance
             cls = self.dotted(node.func)
             return ".".join([canonical(cls), *reversed(parts)]) if cls and canonical(cls) in METHODS else None
         if not isinstance(node, ast.Name):
@@ -134,7 +134,7 @@ class Meanings:
         return not (isinstance(node, ast.Name) and node.id in self.unsure)
 
     def attribute_of_layer(self, node: ast.Attribute) -> str | None:
-        """The layer whose attribute an expression is; None if it may be of something else."""
+        """The layer of an expression `layer.attribute`; None if it may be something else."""
         kinds = self.layers_of(node.value)
         return next(iter(kinds)) if len(kinds) == 1 and not self.layers_of(node) else None
 
@@ -142,11 +142,11 @@ class Meanings:
         return self._parents.get(id(node), self.tree)
 
     def is_followed(self, dotted: str) -> bool:
-        """True for a partial of this name that has a name itself."""
+        """True if a partial of this name is assigned to a name."""
         return any(self.names.get(name) == dotted for name in self._partial)
 
     def targets(self, call: ast.Call) -> list[Target]:
-        """The functions, classes and layers of libraries that a call may call."""
+        """The possible callees of a call: functions, classes and layers of libraries."""
         function = call.func
         dotted = self.dotted(function)
         inner = self.dotted(call.args[0]) if dotted == "functools.partial" and call.args else None
@@ -176,12 +176,12 @@ class Meanings:
             function.value if isinstance(function, ast.Attribute) and function.attr in ("forward", "__call__") else function
         )
         kinds = self.layers_of(called)
-        if not kinds and isinstance(called, ast.Attribute):  # of another object, by the name of its attribute
+        if not kinds and isinstance(called, ast.Attribute):  # an attribute of another object: by its name
             kinds = {None, *(kind for key, found in self._layers.items() if key.endswith(f".{called.attr}") for kind in found)}
         return [Target(f"{kind}.forward", sure=len(kinds) == 1) for kind in sorted(filter(None, kinds))]
 
     def stray_way(self, node: ast.AST) -> str | None:
-        """Where a class or function goes that is not called here, if it is called from there; None if not."""
+        """The place to which a class or function is passed, if it may be called from there; None if not."""
         parent = self._parents.get(id(node))
         if isinstance(node, ast.Name) and node.id in self._instances:
             return None
@@ -239,7 +239,7 @@ class Meanings:
         return None if around is None else self._bases.get(id(around))
 
     def _assign(self, target: ast.AST, value: ast.AST) -> None:
-        """Another name for a known one, a partial of it, and an instance of a class whose methods are in the table."""
+        """Bind a name to a known one, a partial of it, or an instance of a class in `METHODS`."""
         if not isinstance(target, ast.Name):
             return
         called = value.func if isinstance(value, ast.Call) else value
@@ -262,7 +262,7 @@ class Meanings:
             self.unsure.add(target.id)
 
     def layers_of(self, node: ast.AST | None) -> set[str | None]:
-        """The layers that an expression may be; with None for something else. Empty if it is none."""
+        """The layers that an expression may be, with None if it may be something else; empty for no layer."""
         if isinstance(node, ast.Name | ast.Attribute):
             found: set[str | None] = set()
             for key in self._keys(node):
@@ -285,7 +285,7 @@ class Meanings:
         return self.layers_of(node.args[0]) if last in _WRAPPERS and node.args else set()
 
     def _keys(self, node: ast.AST) -> list[str]:
-        """The text of a variable; of an attribute of self with its class."""
+        """The keys of a variable in `_layers`: its text, with the class for an attribute of self."""
         if isinstance(node, ast.Name):
             around = self._parents.get(id(self._parents.get(id(node))))
             inside = isinstance(node.ctx, ast.Store) and isinstance(around, ast.ClassDef)
@@ -300,7 +300,7 @@ class Meanings:
         return [f"{getattr(around, 'name', '')}:self.{node.attr}"]
 
     def _hand_over(self, call: ast.Call) -> None:
-        """Layers passed to the script's functions are bound to their parameters."""
+        """Bind parameters of the script's functions to layers in a call."""
         name = getattr(call.func, "id", getattr(call.func, "attr", ""))
         for function in self._functions.get(name, ()):
             parameters = [each.arg for each in (*function.args.posonlyargs, *function.args.args)]
@@ -313,13 +313,13 @@ class Meanings:
                     self._layers.setdefault(parameter, set()).update(kinds)
 
     def _register(self, call: ast.Call) -> None:
-        """Layers that `setattr` and `add_module` give a name."""
+        """Bind names to layers in calls of `setattr` and `add_module`."""
         for key, value in self._registered(call):
             if key is not None and (kinds := self.layers_of(value)):
                 self._layers.setdefault(key, set()).update(kinds)
 
     def _registered(self, call: ast.Call) -> Iterator[tuple[str | None, ast.expr]]:
-        """(key of the name or None for one that only a run tells, value) of a call that registers a module."""
+        """(key of the name, or None if it is known only at run time; value) of a call that registers a module."""
         by_method = isinstance(call.func, ast.Attribute) and call.func.attr in ("add_module", "register_module")
         by_name = isinstance(call.func, ast.Name) and call.func.id == "setattr"
         given = [*call.args, *(word.value for word in call.keywords)]
@@ -341,7 +341,7 @@ class Meanings:
             yield f"{getattr(around, 'name', '') if is_self else ''}:self.{name.value}", value
 
     def _by_default(self, given: ast.arguments) -> None:
-        """Layers that are the default of a parameter, for which a call may give something else."""
+        """Bind parameters to layers in their defaults; calls may pass something else."""
         names = [*given.posonlyargs, *given.args]
         pairs = [*zip(reversed(names), reversed(given.defaults), strict=False)]
         pairs += [(name, value) for name, value in zip(given.kwonlyargs, given.kw_defaults, strict=True) if value is not None]
@@ -350,7 +350,7 @@ class Meanings:
                 self._layers.setdefault(name.arg, set()).update(kinds | {None})
 
     def _stray(self, node: ast.AST) -> None:
-        """Note a layer that goes where it is not followed."""
+        """Add to `strays` a layer at a place where it is not followed."""
         kinds = self.layers_of(node) if isinstance(node, ast.Call | ast.Name | ast.Attribute) else set()
         if not kinds or (isinstance(node, ast.Name | ast.Attribute) and not isinstance(node.ctx, ast.Load)):
             return
@@ -395,7 +395,7 @@ def _test(node: ast.AST) -> ast.AST | None:
 
 
 def assigned(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """(target, value) of an assignment; for several targets, each with its value."""
+    """Each (target, value) of an assignment."""
     if isinstance(node, ast.Assign):
         for target in node.targets:
             several = isinstance(target, ast.Tuple | ast.List) and isinstance(node.value, ast.Tuple | ast.List)
@@ -409,7 +409,7 @@ def assigned(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
 
 
 def _bound_otherwise(nodes: Iterable[ast.AST]) -> set[str]:
-    """Names that something else than an import binds; None and constants do not count, as in `except ImportError`."""
+    """Names bound by anything but an import. Assignments of constants do not count, such as `name = None` in an `except`."""
     found: set[str] = set()
     plain: Callable[[ast.AST], bool] = lambda value: isinstance(value, ast.Constant)  # noqa: E731
     constant = {id(target) for node in nodes for target, value in assigned(node) if plain(value)}

@@ -1,8 +1,8 @@
-"""Table of the names of SMP, Transformer Engine, FSDP1, Accelerate and SageMaker's SDK: what each does here, what to write.
+"""Table of the names of SMP, Transformer Engine, FSDP1, Accelerate and SageMaker's SDK: effect in Octavo, and replacement.
 
-The one place: `octavo migrate` reads it, and docs/migrating.md is compared with it. A name is written as it is imported; one
-with `(argument=)` is an argument of a call. What holds for a class holds for its attributes. Whether a name of SMP or
-Transformer Engine is there is asked of the tables of `octavo.compat`.
+`octavo migrate` reads this table, and docs/migrating.md is compared with it. A name is written as it is imported; one with
+`(argument=)` is an argument of a call. The row of a class holds for its attributes. Whether Octavo has a name of SMP or
+Transformer Engine follows from the tables of `octavo.compat`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from octavo.compat.te.shim import SHIM as TE
 from octavo.config.section import Section
 
 Status = Literal["same", "accepted", "differs", "absent"]
-"""same: does here what it does there. accepted: has no effect here. differs: see `here`. absent: refused with the way."""
+"""same: as in the library. accepted: no effect. differs: see `here`. absent: an error with the replacement."""
 
 LIBRARIES = {
     "torch.sagemaker": "SMP",
@@ -57,14 +57,14 @@ _GONE = {
         for kind in ("SdpaAttention", "FlashAttention2")
     },
 }
-"""Names that scripts of SMP's container import, and that newer packages do not have → what to write."""
+"""Names that scripts of SMP's container import, and newer packages lack → what to write."""
 OTHERS = "other packages"
 LIBRARIES |= dict.fromkeys(_GONE, OTHERS)
 _OF_LIGHTNING = ("lightning.fabric", "lightning.pytorch", "lightning_fabric", "pytorch_lightning")
 _PLUGINS = tuple(f"{module}.plugins.TransformerEnginePrecision" for module in _OF_LIGHTNING)
 _TEXTS = ("transformer-engine", "transformer-engine-float16")
 PRECISIONS = {"lightning.Fabric": _TEXTS, "lightning.Trainer": _TEXTS, "composer.Trainer": ("amp_fp8",)}
-"""Class → its values of `precision` that ask for Transformer Engine's names; of its other uses there are no rows."""
+"""Class → its values of `precision` that use Transformer Engine; other uses of the class have no rows."""
 _HOMES_OF_PRECISIONS = {
     "lightning.Fabric": ("lightning.fabric", "lightning.fabric.fabric", "lightning_fabric", "lightning_fabric.fabric"),
     "lightning.Trainer": tuple(
@@ -102,9 +102,9 @@ class Name:
 
     Attributes:
         name: dotted, as a script imports it.
-        status: whether it does the same here.
-        here: what it does under `python -m octavo.compat`, or with Octavo imported in its place.
-        change: what to write in Octavo's own names; empty where the name stays.
+        status: its effect compared with the library's.
+        here: its effect under `python -m octavo.compat`, or with Octavo imported in its place.
+        change: the replacement by Octavo's names; empty if there is none.
     """
 
     name: str
@@ -251,13 +251,13 @@ _HOMES = {
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper": (),
     "accelerate": ("accelerate.accelerator", "accelerate.utils.dataclasses", "accelerate.big_modeling"),
 }
-"""Library → further modules that define its names."""
+"""Module → further modules that define its names."""
 _FSDP_ARGUMENTS = (
     "module", "process_group", "sharding_strategy", "cpu_offload", "auto_wrap_policy", "backward_prefetch", "mixed_precision",
     "ignored_modules", "param_init_fn", "device_id", "sync_module_states", "forward_prefetch", "limit_all_gathers",
     "use_orig_params", "ignored_states", "device_mesh", "post_param_init_fn",
 )  # fmt: skip
-"""PyTorch's, in their order, and SMP's."""
+"""PyTorch's arguments in their order, and SMP's."""
 _WRAPPER = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
 _FSDP1 = (
     Name(_WRAPPER, "same", "PyTorch's own"),
@@ -428,7 +428,7 @@ METHODS = (
     "sagemaker.train.ModelTrainer", "sagemaker.train.model_trainer.ModelTrainer", "sagemaker.modules.train.ModelTrainer",
     "sagemaker.modules.train.model_trainer.ModelTrainer",
 )  # fmt: skip
-"""Classes whose instances are followed through a script by the names that they are assigned to."""
+"""Classes with methods in the table: their instances are followed through the names that a script assigns them to."""
 
 
 def library_of(dotted: str) -> str | None:
@@ -447,7 +447,7 @@ _PARTS = {
     "cfg": lambda name: name in (fields_of("octavo.compat.smp.configs", "SmpConfig") or ()) or hasattr(Section, name),
     "ranker": lambda name: has_attribute("octavo.compat.smp.init", "Ranker", name),
 }
-"""Parts of `torch.sagemaker.state` → whether a name is theirs."""
+"""Part of `torch.sagemaker.state` → True for a name that it has."""
 _WHOLE = (
     "torch.sagemaker.state",
     "torch.distributed.fsdp",
@@ -457,11 +457,11 @@ _WHOLE = (
     "smdistributed",
     "transformer_engine_torch",
 )
-"""Modules and objects whose row holds for each of their names."""
+"""Modules and objects whose row holds for all of their names."""
 
 
 _OF_SESSIONS = ("boto_region_name", "boto_session", "default_bucket_prefix")
-"""Values that a session of the SDK has here, beside the name of its bucket."""
+"""Attributes of the SDK's session in Octavo, besides `default_bucket`."""
 STATE = (
     "activation_loading_horizon", "cfg", "context_parallel_degree", "cp_process_group", "cp_rank", "cp_size", "device",
     "dp_process_group", "dp_rank", "dp_size", "ep_process_group", "ep_rank", "ep_size", "expert_parallel_degree",
@@ -473,9 +473,9 @@ STATE = (
 
 
 def find(dotted: str) -> Name | None:
-    """The row of a dotted name, or of the class or module around it; one with the way for a name that is not there.
+    """The row of a dotted name, or that of its class or module; for an absent name a row with the replacement.
 
-    Names of SMP and Transformer Engine are there if the tables of the compatibility layer have them.
+    A name of SMP or Transformer Engine is absent if the tables of the compatibility layer lack it.
     """
     if dotted in NAMES:
         return NAMES[dotted]
@@ -530,7 +530,7 @@ def find(dotted: str) -> Name | None:
 
 
 def _of_sdk(dotted: str) -> Name:
-    """The row of a name of SageMaker's SDK, which has several homes for each."""
+    """The row of a name of SageMaker's SDK, which has each name in several modules."""
     last = dotted.rpartition(".")[2]
     if f"sagemaker.{last}" in NAMES:
         row = NAMES[f"sagemaker.{last}"]
@@ -544,7 +544,7 @@ def _of_sdk(dotted: str) -> Name:
 
 
 def signature_of_name(dotted: str) -> Signature | None:
-    """The signature of a name of the compatibility layer, or of a call of a layer (`….forward`); None if it is not told."""
+    """The signature of a name of the compatibility layer, or of a call of a layer (`….forward`); None if it is unknown."""
     if dotted == _FSDP:
         return Signature(_FSDP_ARGUMENTS, len(_FSDP_ARGUMENTS) - 1, ("module",))
     owner, _, method = dotted.rpartition(".")
@@ -605,12 +605,12 @@ CALLED = (
 
 
 def is_called(dotted: str) -> bool:
-    """True for a layer, or another module that a script calls."""
+    """True for the class of a layer or of another module that scripts call."""
     return is_layer(dotted) or dotted in CALLED
 
 
 def unchecked(dotted: str) -> str | None:
-    """The last name of an attribute of a class that no source tells of; None for a name that is there."""
+    """The last part of an attribute whose class does not show it in its source; None for an attribute that exists."""
     owner, _, last = dotted.partition("(")[0].rpartition(".")
     if (
         "(" in dotted
@@ -627,7 +627,7 @@ def unchecked(dotted: str) -> str | None:
 
 
 def _attribute(owner: str, name: str) -> bool | None:
-    """True if a class of the compatibility layer has an attribute, False if not, None if its source does not tell."""
+    """True if a class of the compatibility layer has an attribute, False if not, None if the source does not show it."""
     shim = next((shim for root, shim in _ROOTS.items() if owner.startswith(f"{root}.")), None)
     module, _, last = owner.rpartition(".")
     for home, names in (shim.modules.get(module, {}) if shim is not None else {}).items():
@@ -637,13 +637,13 @@ def _attribute(owner: str, name: str) -> bool | None:
 
 
 def absent_attribute(layer: str, name: str) -> str | None:
-    """The remedy for an attribute of Transformer Engine's layers that one of Octavo's does not have; None for others."""
+    """The remedy for an attribute of Transformer Engine's layers that Octavo's lack; None for others."""
     ways = tables("octavo.compat.te.state", ("WAYS",)).get("WAYS", {})
     return ways.get(name) if is_layer(layer) and _attribute(layer, name) is not True else None
 
 
 def is_below_absent(dotted: str) -> bool:
-    """True for a name of a module that the compatibility layer does not have, and says so."""
+    """True for a name of an absent module that has a remedy."""
     shim = next((shim for root, shim in _ROOTS.items() if dotted.startswith(f"{root}.")), None)
     return shim is not None and any(
         name in shim.ways and name not in shim.modules and name.rpartition(".")[2].islower() for name in _around(dotted)
@@ -656,7 +656,7 @@ def is_module(dotted: str) -> bool:
 
 
 def names_of(module: str) -> list[str]:
-    """The names that Octavo has of a module of the table."""
+    """The names in a module of the table that Octavo has."""
     shim = next((shim for root, shim in _ROOTS.items() if module == root or module.startswith(f"{root}.")), None)
     if shim is not None:
         inner = [name.rpartition(".")[2] for name in shim.modules if name.rpartition(".")[0] == module]
@@ -665,25 +665,25 @@ def names_of(module: str) -> list[str]:
 
 
 def _absent(dotted: str, ways: Mapping[str, str], known: Iterable[str]) -> Name:
-    """A row for a name that is not there, with the way that an import of it would be told."""
+    """A row for an absent name, with the remedy in the message of its import."""
     way = way_of(dotted, ways, known).removeprefix(f"{dotted} is {_NOT_THERE}.")
     return Name(dotted, "absent", _NOT_THERE, way.removesuffix(TABLE).strip())
 
 
 def _has(modules: Mapping[str, Mapping[str, str]], dotted: str) -> bool:
-    """True for a module of the table, and for a name that one of them has."""
+    """True for a module of the table, and for a name in one."""
     module, _, last = dotted.rpartition(".")
     return dotted in modules or any(last in names.split() for names in modules.get(module, {}).values())
 
 
 def _around(dotted: str) -> Iterator[str]:
-    """The names around a dotted name, the longest first."""
+    """The enclosing names of a dotted name, the longest first."""
     while dotted := dotted.rpartition(".")[0]:
         yield dotted
 
 
 def canonical(dotted: str) -> str:
-    """The name of the table for a name that a library has in several modules, such as the private ones."""
+    """The name in the table for an object that a library has in several modules."""
     for other, name in _SAME.items():
         if dotted == other or dotted.startswith(f"{other}."):
             return name + dotted.removeprefix(other)

@@ -1,4 +1,7 @@
-"""The Python source of a notebook or a script; Jupyter's magics and commands become statements that do nothing."""
+"""Reads the Python source of a notebook or a script.
+
+Jupyter's magics and commands become statements that bind the same names.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,16 @@ from pathlib import Path
 from octavo.errors import InputError
 
 _COMMAND = re.compile(r"^(\s*)(?:[%!?]|[\w, ]+=\s*[%!]|[\w.]+\?\??\s*$).*$")
-"""A line of a notebook that is no Python."""
+"""A line of a notebook that is not Python."""
 _PYTHON_CELLS = ("time", "timeit", "capture", "prun", "debug", "python", "python3")
-"""Magics (`%%name`) of cells that are Python."""
+"""Magics (`%%name`) of cells with Python."""
 _APART = ("timeit", "python", "python3")
-"""Those that run any number of times, or in another process: their names are not the notebook's."""
+"""Those whose cell runs any number of times or in another process, and binds no names of the notebook."""
 _OTHER_CELLS = (
     "writefile", "html", "HTML", "javascript", "js", "markdown", "latex", "svg", "SVG", "bash", "sh", "script", "system", "sx",
     "!", "perl", "ruby",
 )  # fmt: skip
-"""Magics of cells that are no Python, and set names by `--out` and `--err` alone."""
+"""Magics of cells without Python, which bind names only by `--out` and `--err`."""
 _QUIET = (
     "pip", "conda", "mamba", "uv", "load_ext", "reload_ext", "unload_ext", "matplotlib", "env", "set_env", "cd", "ls",
     "pwd", "mkdir", "cat", "autoreload", "config", "who", "whos", "hist", "history", "alias", "lsmagic", "precision", "pdb",
@@ -27,13 +30,13 @@ _QUIET = (
     "tensorboard", "pinfo", "psearch", "quickref", "rehashx", "save", "writefile", "notebook", "time", "prun", "timeit",
     "memit", "mprun", "lprun",
 )  # fmt: skip
-"""Magics of a line that bind no name."""
+"""Magics of a line that bind no names."""
 _ANYTHING = "get_ipython().run_cell('')"
 """A statement after which no name is known."""
 _TIMED = ("%time", "%timeit", "%prun", "%memit", "%mprun", "%lprun")
-"""Magics of a line that are followed by Python."""
+"""Magics of a line that run the Python behind them."""
 _RUNNERS = ("%run", "%load", "%autocall", "%macro", "%rerun", "%recall")
-"""Magics that run code from elsewhere."""
+"""Magics that run code of other files or cells."""
 
 
 def content(path: Path) -> bytes:
@@ -49,7 +52,16 @@ def content(path: Path) -> bytes:
 
 
 def notebook(path: Path, notes: list[str], first: list[int]) -> str:
-    """The Python of a notebook's cells, line for line. Adds cells left out to `notes`, the first line of each to `first`."""
+    """The Python of a notebook's code cells, line for line.
+
+    Args:
+        path: the notebook.
+        notes: gets a sentence for each cell that is left out.
+        first: gets the first line of each cell.
+
+    Raises:
+        InputError: it cannot be read, or is not a notebook.
+    """
     whole = content(path)
     try:
         cells = json.loads(whole.decode("utf-8-sig"))["cells"]
@@ -84,7 +96,7 @@ def notebook(path: Path, notes: list[str], first: list[int]) -> str:
 
 
 def _of_other(magic: list[str], line: str) -> str:
-    """A statement instead of a cell that is no Python: the names that it sets are known only at run time."""
+    """A statement for a cell without Python: it binds the same names, to values known only at run time."""
     if not magic or magic[0] not in _OTHER_CELLS:
         return _ANYTHING
     names = re.findall(r"--(?:out|err|proc)[ =]+([A-Za-z_]\w*)", line)
@@ -92,7 +104,7 @@ def _of_other(magic: list[str], line: str) -> str:
 
 
 def _statements(lines: list[str], number: int, notes: list[str]) -> list[str]:
-    """The lines of a cell with a statement instead of each notebook command, also those over several lines."""
+    """The lines of a cell with a statement for each command, also for commands of several lines."""
     found: list[str] = []
     goes_on = False
     for line in lines:
@@ -106,7 +118,7 @@ def _statements(lines: list[str], number: int, notes: list[str]) -> list[str]:
 
 
 def _in_python(command: re.Match[str], number: int, notes: list[str]) -> str:
-    """A statement instead of a command: names that it sets are known only at run time. Notes one that runs other code."""
+    """A statement for a command: it binds the same names, to values known only at run time. Adds a note on unseen code."""
     text = command[0].strip()
     names, _, rest = text.partition("=")
     if rest.strip()[:1] in ("%", "!") and rest and not text.startswith(("%", "!")):
@@ -128,7 +140,7 @@ def _in_python(command: re.Match[str], number: int, notes: list[str]) -> str:
 
 
 def no_python(place: str, error: SyntaxError) -> InputError:
-    """The error for a script with a fault of syntax."""
+    """The InputError for a syntax error."""
     line = (error.text or "").strip()[:80]
     return InputError(f"{place}, line {error.lineno}: {error.msg}: {line!r}. Correct it, and rerun migrate.")
 

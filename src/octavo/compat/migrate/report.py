@@ -1,4 +1,4 @@
-"""The report of `octavo migrate`: what a script uses, what it does here, what to change; as text and as JSON."""
+"""The report of `octavo migrate`, as text and as JSON: a script's uses of other libraries, their effect here, changes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def figures(script: Script) -> dict[str, Any]:
 
 
 def runs_unchanged(script: Script) -> bool:
-    """True if every name that the script uses is there, and no call of an estimator is refused."""
+    """True if no name in the script is absent, and no call of an estimator is refused."""
     return not _absent(script) and not any(told(given, _folder(script))["refused"] for given in script.estimators)
 
 

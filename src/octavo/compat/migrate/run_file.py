@@ -1,7 +1,7 @@
 """A run file for the arguments of SMP's example scripts and the dictionaries of an estimator.
 
-Arguments that neither the script nor the estimator gives have the defaults of SMP's example. Where units differ the value is
-computed, with its source in a comment; arguments without a key are listed on top of the file.
+Defaults are those of SMP's example script. Each key has its source in a comment, and is converted where units differ; arguments
+without a key are listed at the top of the file.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from octavo.storage import write_atomic
 
 @dataclass
 class _Draft:
-    """A run file under construction: (section.key) → (value, where it comes from)."""
+    """A run file under construction. keys: section.key → (value, its source)."""
 
     keys: dict[str, tuple[Any, str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -48,7 +48,7 @@ def run_file(scripts: Sequence[Script], *, world_size: int | None = None) -> str
         world_size: ranks; by default those of the estimator.
 
     Raises:
-        InputError: there are no arguments of SMP's, their values are not known, or the ranks.
+        InputError: there are no arguments of SMP's, or their values or the number of ranks are not known.
     """
     values, origins, estimator = _collect(scripts)
     ranks = _ranks(estimator) if world_size is None else world_size
@@ -80,7 +80,7 @@ def run_file(scripts: Sequence[Script], *, world_size: int | None = None) -> str
 
 
 def _differences(scripts: Sequence[Script]) -> str:
-    """Names of hyperparameters and SMP's parameters in which the calls of an estimator differ, as the end of a sentence."""
+    """Hyperparameters and SMP's parameters in which the calls of an estimator differ, as the end of a sentence."""
     calls = [
         {name: value for table in _tables(call).values() for name, value in table.items()}
         for script in scripts
@@ -107,7 +107,7 @@ def write_run_file(path: Path, scripts: Sequence[Script], *, world_size: int | N
 
 
 def _collect(scripts: Sequence[Script]) -> tuple[dict[str, Any], set[str], dict[str, Any]]:
-    """Values of arguments, the names of those that were given, and the estimator's call."""
+    """(values of arguments, names of those that the scripts set, the last call of an estimator)."""
     values: dict[str, Any] = {}
     unsure: list[str] = []
     estimator: dict[str, Any] = {}
@@ -149,7 +149,7 @@ def _collect(scripts: Sequence[Script]) -> tuple[dict[str, Any], set[str], dict[
 
 
 def _tables(call: Mapping[str, Any]) -> dict[str, dict[Any, Any]]:
-    """Subject of a message → known entries: an estimator's arguments, its hyperparameters, and SMP's parameters."""
+    """Subject of a message → entries of an estimator's call: unknown arguments, hyperparameters, SMP's parameters."""
     arguments = {REST: UNKNOWN} if REST in call and not {"hyperparameters", "distribution"} <= set(call) else {}
     hyperparameters, parameters = call.get("hyperparameters"), call.get("distribution")
     for key in ("smdistributed", "modelparallel", "parameters"):
@@ -163,7 +163,7 @@ def _tables(call: Mapping[str, Any]) -> dict[str, dict[Any, Any]]:
 
 
 def _number(name: str, value: Any) -> Any:
-    """A numeric argument as a number, given as text too, as argparse and SageMaker take it; others as they are.
+    """A numeric argument as a number, also from text, as argparse and SageMaker convert it; others unchanged.
 
     Raises:
         InputError: text that is not a number.
@@ -247,7 +247,7 @@ def _sizes(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _llama_rope(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary embedding of the example's Llama: scaled as Llama 3.1's if the arguments of "llama_v3" ask for it.
+    """The rotary embedding of the example's Llama; "llama_v3" may have the scaling of Llama 3.1.
 
     Raises:
         InputError: a scaling that the example does not have.
@@ -314,10 +314,10 @@ def _files(given: Mapping[str, Any], of: Any) -> tuple[str, str]:
 
 
 def _parallel(given: Mapping[str, Any], of: Any, estimator: Mapping[str, Any], ranks: int, draft: _Draft) -> int:
-    """Put the degrees; returns the ranks that share a sample.
+    """Put the degrees into the draft; returns the number of ranks that share a sample.
 
     Raises:
-        InputError: they do not fit the ranks.
+        InputError: the degrees do not fit the ranks.
     """
     try:
         fit_degrees(**{name: given[name] for name in DEGREES if given[name] is not None}, world_size=ranks)
@@ -351,7 +351,7 @@ def _parallel(given: Mapping[str, Any], of: Any, estimator: Mapping[str, Any], r
 
 
 def _in_users_names(text: str, estimator: Mapping[str, Any], ranks: int) -> str:
-    """A message about degrees by the keys and the ranks that the script has, not a run file's."""
+    """A message about degrees, with the script's names of keys and ranks instead of a run file's."""
     text = re.sub(r", or start more ranks with --ranks \([^)]*\)| \(--ranks \d+\)", "", text)
     text = re.sub(r"\bparallel\.(?=[a-z])", "", text)
     parameters = _tables(estimator)["the parameters of distribution are"] if estimator else {}

@@ -1,6 +1,6 @@
-"""Python's scoping rules for a script: which names a function binds, and what its code may do with names of outer scopes.
+"""Python's scoping rules for a script: the names that a function binds, and the effects of its code on names of outer scopes.
 
-Of functions that the interpreter does not follow only this is known. Omitted: the values of names.
+For functions that the interpreter does not follow, this is all that is known. Omitted: the values of names.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 READERS = ("print", "len", "repr", "str", "sorted", "isinstance", "bool", "list", "tuple", "dict", "id", "display", "min",
            "max", "sum", "any", "all", "enumerate", "zip", "reversed")  # fmt: skip
-"""Built-in functions, and Jupyter's, that change nothing and return at most entries of their arguments."""
+"""Functions of Python and Jupyter that change nothing, and return nothing of their arguments but entries."""
 _GETTERS = ("items", "keys", "values", "get", "copy")
 ANY_NAME = ("exec", "eval", "globals", "locals", "breakpoint", "__import__", "__builtins__")
-"""Built-ins that reach every name."""
+"""Built-ins with access to every name."""
 ANY_FRAME = (
     "__globals__", "__builtins__", "__closure__", "__code__", "__defaults__", "__kwdefaults__", "f_globals", "f_locals",
     "f_back", "_getframe", "cell_contents", "user_ns", "user_global_ns", "run_cell", "run_code", "__main__", "settrace",
     "setprofile",
 )  # fmt: skip
-"""Attributes that reach names of other frames."""
+"""Attributes with access to names of other frames."""
 
 
 @dataclass
 class Effects:
-    """Uses by a piece of code of the names around it.
+    """The effects of a piece of code on names of outer scopes.
 
     Attributes:
-        loads: name → the most that is done with it, `READ`, `METHOD` or `LEAK`.
-        shared: names of the module that it binds.
-        outer: names of a function around it that it binds.
-        anything: it may do anything.
+        loads: name → its strongest use, `READ`, `METHOD` or `LEAK`.
+        shared: bound names of the module.
+        outer: bound names of an enclosing function.
+        anything: the code may change any name.
     """
 
     loads: dict[str, int] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class Effects:
 
 
 def arguments(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> list[ast.arg]:
-    """All parameters."""
+    """All parameters of a function."""
     given = node.args
     more = [each for each in (given.vararg, given.kwarg) if each is not None]
     return [*given.posonlyargs, *given.args, *given.kwonlyargs, *more]
@@ -67,7 +67,7 @@ def scope_nodes(parts: Iterable[ast.AST]) -> Iterator[ast.AST]:
 
 
 def _evaluated_outside(node: Scope) -> list[ast.AST]:
-    """Expressions of a definition that are evaluated where it stands."""
+    """Expressions of a definition that are evaluated in the enclosing scope."""
     if isinstance(node, ast.ClassDef):
         return [*node.decorator_list, *node.bases, *(word.value for word in node.keywords)]
     found: list[ast.AST] = [*node.args.defaults, *(each for each in node.args.kw_defaults if each is not None)]
@@ -79,12 +79,12 @@ def _evaluated_outside(node: Scope) -> list[ast.AST]:
 
 
 def bound(parts: Iterable[ast.AST]) -> set[str]:
-    """The names that code binds or unbinds in its scope."""
+    """Names that code binds or unbinds in its scope."""
     return {name for node in scope_nodes(parts) for name in binds(node)}
 
 
 def binds(node: ast.AST) -> set[str]:
-    """The names that a node itself binds or unbinds, without those of the nodes inside of it."""
+    """Names that a node itself binds or unbinds, without its child nodes."""
     if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
         return {node.id}
     if isinstance(node, ast.NamedExpr):
@@ -126,7 +126,7 @@ def is_plain_function(node: ast.AST) -> bool:
 
 
 def starts_alone(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> set[str]:
-    """Names whose `fit` a function calls if it does nothing else, with names and constants; none for another function."""
+    """Names whose `fit` a function calls, with names and constants as arguments; empty if it does anything else."""
     body: list[ast.expr | None] = []
     for each in [ast.Return(node.body)] if isinstance(node, ast.Lambda) else node.body:
         if not isinstance(each, ast.Expr | ast.Return):
@@ -149,7 +149,7 @@ def starts_alone(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> s
 
 
 class Scopes:
-    """The effects of the parts of a tree."""
+    """Effects of the functions and statements of a syntax tree."""
 
     def __init__(self, tree: ast.AST) -> None:
         self.parents = {id(child): node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
@@ -161,20 +161,20 @@ class Scopes:
         } | {each.arg for each in ast.walk(tree) if isinstance(each, ast.arg)}
 
     def of_function(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> Effects:
-        """The effects of a function that is called, and of those inside of it."""
+        """The effects of a function's body, nested functions included."""
         found = Effects()
         body: list[ast.AST] = [node.body] if isinstance(node, ast.Lambda) else list(node.body)
         self._gather(body, local_names(node), declared(body, ast.Global), declared(body, ast.Nonlocal), found)
         return found
 
     def of_code(self, parts: Iterable[ast.AST]) -> Effects:
-        """The effects of code on the names of its scope, except those that it binds itself (`bound`)."""
+        """The effects of code on the names of its scope, except names that it binds (`bound`)."""
         found = Effects()
         self._gather(list(parts), set(), set(), set(), found)
         return found
 
     def _gather(self, parts: Iterable[ast.AST], local: set[str], shared: set[str], outer: set[str], found: Effects) -> None:
-        """Add the effects of code of one scope: on its local names, the module's, and those of an enclosing function."""
+        """Add the effects of code in one scope with these local, module's (`shared`) and enclosing (`outer`) names."""
         parts = list(parts)
         self._walk(parts, local, shared, outer, found)
         names = bound(parts)
@@ -212,7 +212,7 @@ class Scopes:
                 self._walk(ast.iter_child_nodes(node), local, shared, outer, found)
 
     def _inside(self, node: Scope, local: set[str], found: Effects) -> None:
-        """Add the effects of a definition's body, without those on the names of the scope around it."""
+        """Add the effects of a definition's body, except on `local`, the names of the enclosing scope."""
         if isinstance(node, ast.ClassDef):
             inner = Effects()
             shared = declared(node.body, ast.Global)
@@ -231,7 +231,7 @@ class Scopes:
         return isinstance(parent, ast.Call) and parent.func is node and len(parent.args) == 1
 
     def level(self, node: ast.Name) -> int:
-        """The most that may be done with the object of a name where it is loaded."""
+        """The strongest use of a name's object where the name is loaded."""
         parent = self.parents.get(id(node))
         if isinstance(parent, ast.Subscript) and parent.value is node and isinstance(parent.ctx, ast.Load):
             return READ

@@ -1,7 +1,7 @@
 """Finds uses of other libraries in a script, line by line, its command-line arguments, and its calls of an estimator.
 
-Names are followed through imports with their aliases, and through variables that hold an instance of a followed class. What a
-script builds at run time (`getattr`, `importlib`) is not seen.
+Names are followed through imports and their aliases, and through variables with an instance of a followed class. Names that a
+script builds at run time (`getattr`, `importlib`) are not seen.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ WITHOUT_GPU = (
     "is_initialized", "manual_seed", "manual_seed_all", "max_memory_allocated", "max_memory_reserved", "memory_allocated",
     "memory_reserved", "memory_stats", "nvtx", "seed_all",
 )  # fmt: skip
-"""Names of `torch.cuda` that a machine without a GPU has too."""
+"""Names of `torch.cuda` that work on a machine without a GPU."""
 _RECOMPUTED = (
     "use_reentrant", "determinism_check", "debug", "early_stop", "context_fn", "preserve_rng_state",
     "distribute_saved_activations", "tp_group", "get_rng_state_tracker", "get_cuda_rng_tracker",
@@ -63,22 +63,22 @@ _ESTIMATORS = {
         "entry_point", "source_dir", "hyperparameters", "instance_type", "instance_count", "distribution",
     ),
 }  # fmt: skip
-"""Estimators, with their positional arguments."""
+"""Estimator → its positional arguments."""
 _PLACE_OF_PRECISION = {"lightning.Fabric": 4}
-"""Position of the argument `precision`, where it has one."""
+"""Class → position of its argument `precision`."""
 _FIRST = _ESTIMATORS | {"sagemaker.inputs.TrainingInput": ("s3_data",)}
-"""Functions whose other arguments go by name, with their positional arguments."""
+"""Callable with keyword arguments → its positional arguments."""
 
 
 @dataclass(frozen=True)
 class Use:
-    """A name of another library in a line.
+    """A use of another library's name in a line.
 
     Attributes:
-        line: from 1.
-        name: dotted, in full.
-        library: in words.
-        row: of the table; None for a name that it does not have.
+        line: its number, from 1.
+        name: the full dotted name.
+        library: name of the library.
+        row: of the table; None for a name without one.
     """
 
     line: int
@@ -92,14 +92,14 @@ class Script:
     """Findings in a script.
 
     Attributes:
-        uses: in order of lines, each name of a line once.
-        needs_gpu: (line, text) of what only works on a GPU.
-        arguments: options of argparse with their defaults, UNKNOWN where only a run tells.
-        estimators: keyword → value of each call of an estimator; its `fit` too, under "fit".
-        notes: what was not read.
+        uses: in the order of lines, each name once a line.
+        needs_gpu: (line, text) of uses that need a GPU.
+        arguments: option of argparse → default, UNKNOWN if it is known only at run time.
+        estimators: keyword → value of each call of an estimator; the inputs of `fit` are under "fit".
+        notes: sentences on parts that are not read or not checked.
         cells: of a notebook, the first line of each code cell.
-        is_module: it defines names and calls nothing.
-        unbound: sentences on names that the module uses, and binds only behind tests that are known to fail.
+        is_module: it only defines names.
+        unbound: sentences on names that the module uses, but binds only in statements that a known test skips.
     """
 
     path: Path
@@ -122,11 +122,11 @@ def read(path: Path, others: Sequence[Path] = ()) -> Script:
     """Read a script, .py or .ipynb; it is not run.
 
     Args:
-        path: of the script.
-        others: scripts that are read beside it.
+        path: the script's.
+        others: scripts that are read in the same call of migrate.
 
     Raises:
-        InputError: it cannot be read, or is no Python.
+        InputError: it cannot be read, or is not Python.
     """
     notes: list[str] = []
     cells: list[int] = []
@@ -148,7 +148,7 @@ def read(path: Path, others: Sequence[Path] = ()) -> Script:
 
 
 class _Reader:
-    """One pass over a tree, with the meaning of its names."""
+    """Reads one syntax tree into a `Script`."""
 
     def __init__(self, path: Path, tree: ast.Module, others: Sequence[Path], cells: list[int]) -> None:
         self.script = Script(path, cells=cells, is_module=not cells and _is_module(tree))
@@ -159,7 +159,7 @@ class _Reader:
         self._unreached: dict[int, int] = {}
         self._makings: dict[str, list[dict[str, Any]]] = {}  # layer → arguments of each constructor
         self._parts: set[int] = set()  # attributes that belong to a longer one
-        self._spared: set[str] = set()  # absent names that an `except` of the script does without
+        self._spared: set[str] = set()  # absent names whose import fails into an `except` of the script
         spared = _spared_imports(tree)
         self._spared_uses = _spared_uses(tree)
         nodes = sorted((node for node in ast.walk(tree) if hasattr(node, "lineno")), key=lambda node: node.lineno)
@@ -201,9 +201,9 @@ class _Reader:
         self.script.uses = _without_transform(self.script.uses)
 
     def _unbound(self, tree: ast.Module) -> Iterator[str]:
-        """A sentence for each name that the module uses, and binds only in statements that a known test leaves out.
+        """A sentence for each name that the module uses, but binds only in statements that a known test skips.
 
-        Python ends such a script there, so that no value behind it is known.
+        Python raises a NameError there, so no value after that line is known.
         """
         left_out: dict[str, int] = {}
         elsewhere = set(dir(builtins))
@@ -227,7 +227,7 @@ class _Reader:
             yield f"line {place}: {name} has no value, since the test in line {test} leaves out what binds it"
 
     def _import(self, node: ast.Import | ast.ImportFrom, *, spared: bool) -> Iterator[str]:
-        """The dotted names that are imported. spared: those without which an `except` of the script continues."""
+        """The imported dotted names. spared: if the import fails, an `except` of the script continues."""
         for alias in node.names:
             if isinstance(node, ast.Import):
                 first, dotted = alias.name.partition(".")[0], alias.name
@@ -252,7 +252,7 @@ class _Reader:
             yield dotted
 
     def _beside(self, module: str, line: int) -> None:
-        """Note a module that belongs to the script, which is read only if it is given too."""
+        """Add a note on a module of the script's folder that is not among the scripts to be read."""
         folder = self.script.path.parent
         parts = module.lstrip(".").split(".")
         for _ in range(len(module) - len(module.lstrip(".")) - 1):
@@ -299,7 +299,7 @@ class _Reader:
                 self._note(node, f"{replaced} is replaced: its uses are not those of Octavo's")
 
     def _making(self, node: ast.Call) -> None:
-        """Keep the arguments of a layer's constructor, for what its calls need."""
+        """Record the arguments of a layer's constructor: its calls are checked against them."""
         for target in self._meanings.targets(node):
             if is_layer(target.dotted):
                 args, words = self._values.arguments(node)
@@ -390,7 +390,7 @@ class _Reader:
             self._note(where.get(name, node), f"the value of {name} is known only at run time: {reason}")
 
     def _precision(self, node: ast.Call, target: Target) -> None:
-        """The row of a precision of Lightning's or Composer's by its text, the one argument that is of Transformer Engine."""
+        """The row for `precision` of Lightning or Composer, their only argument that concerns Transformer Engine."""
         args, words = self._values.arguments(node)
         open_ended = REST in words or not target.whole or any(isinstance(each, ast.Starred) for each in node.args)
         place = _PLACE_OF_PRECISION.get(target.dotted, len(args))
@@ -406,7 +406,7 @@ class _Reader:
             self._note(node, f"the precision of {target.dotted} is known only at run time: {means} is of Transformer Engine")
 
     def _argument(self, node: ast.AST, target: Target, name: str, value: Any) -> None:
-        """The rows of the table for an argument, or that of one which is not there."""
+        """Rows of the table for an argument, or a row for one that Octavo lacks."""
         written = f"{target.dotted}({name}=)"
         exact = f"{target.dotted}({name}={json.dumps(value, default=str)})"
         for each in (written, exact):
@@ -422,7 +422,7 @@ class _Reader:
             self._refuse(node, target, f"{name}=", f"no argument of it here: {', '.join(known.names)}", way)
 
     def _refuse(self, node: ast.AST, target: Target, what: str, here: str, way: str = "") -> None:
-        """A row of a call that fails; a note if something else may be called there."""
+        """A row for a call that fails; a note if the callee may be something else."""
         name = f"{target.dotted}({what})"
         if target.sure:
             self._put(node, Name(name, "absent", here, way))
@@ -430,7 +430,7 @@ class _Reader:
             self._note(node, f"if {target.dotted} is called here, it fails: {name}: {here}")
 
     def _indirect(self, node: ast.Call, dotted: str | None) -> None:
-        """Uses of a library by a name that is text, and a library that is given to a function."""
+        """Uses of a library through a name in text, and libraries passed to a function."""
         function = getattr(node.func, "id", getattr(node.func, "attr", ""))
         text = self._values.arguments(node)[0][:2]
         if function in ("getattr", "hasattr") and len(node.args) > 1:
@@ -459,7 +459,7 @@ class _Reader:
                     self._note(node, f"{canonical(given)} is given to {function}: its arguments there are not seen")
 
     def _is_made_elsewhere(self, dotted: str, function: str) -> bool:
-        """True for a layer or recipe whose class is given away; wrappers of FSDP and policies only compare it."""
+        """True if `function` may construct the layer or recipe; wrappers of FSDP and policies only compare classes."""
         if function == "partial":
             return not self._meanings.is_followed(dotted)
         return is_layer(canonical(dotted)) and function not in ("isinstance", "issubclass", "ModuleWrapPolicy", "set", "append")
@@ -470,7 +470,7 @@ class _Reader:
             self.script.notes.append(note)
 
     def _surely(self, node: ast.AST) -> str | None:
-        """The full name of an expression that can only be of a library."""
+        """The full name of an expression that is certainly a library's; None for others."""
         dotted = self._meanings.dotted(node)
         return dotted if dotted is not None and library_of(dotted) is not None and self._meanings.is_sure(node) else None
 
@@ -511,7 +511,7 @@ class _Reader:
         self.script.uses.append(Use(line, name, library, row))
 
     def _put(self, node: ast.AST, row: Name) -> None:
-        """Add a separate row."""
+        """Add a row that is not in the table."""
         library, line = library_of(row.name), getattr(node, "lineno", 0)
         if library is not None and (line, row.name) not in self._seen and id(node) not in self._unreached:
             self._seen.add((line, row.name))
@@ -524,7 +524,7 @@ class _Reader:
 
 
 def _is_of_a_trainer(name: str) -> bool:
-    """True for Lightning's and Composer's own classes: of their calls only the precision has rows."""
+    """True for classes of Lightning and Composer, whose calls have rows only for `precision`."""
     return any(name == each or name.startswith(f"{each}.") for each in PRECISIONS)
 
 
@@ -533,12 +533,12 @@ def _is_none(node: ast.AST) -> bool:
 
 
 def _maybe(node: ast.AST | None) -> Any:
-    """A value that only a run tells: the result of a call is one, a name may hold None."""
+    """The marker for an unknown value: UNKNOWN for the result of a call, OPTIONAL for a name, which may be None."""
     return UNKNOWN if isinstance(node, ast.Call) else OPTIONAL
 
 
 def _of_a_plain_script(uses: list[Use]) -> list[Use]:
-    """Uses with PyTorch's own FSDP, where nothing of SMP is used: the script transforms no model."""
+    """Uses, with rows of PyTorch's FSDP if the script uses nothing of SMP, and so transforms no model."""
     if any(use.library == "SMP" for use in uses):
         return uses
     plain = "PyTorch's own: this script transforms no model"
@@ -554,7 +554,7 @@ _SHUFFLED = "torch.sagemaker.moe.moe_config.MoEConfig(global_token_shuffle=true)
 
 
 def _without_transform(uses: list[Use]) -> list[Use]:
-    """Uses with a configuration that `transform` refuses, where this script calls none: another one may."""
+    """Uses; a MoEConfig that `transform` refuses is not absent in a script without `transform`: another script may call it."""
     if any(use.name.startswith("torch.sagemaker.transform") for use in uses):
         return uses
     return [
@@ -564,7 +564,7 @@ def _without_transform(uses: list[Use]) -> list[Use]:
 
 
 def _is_module(tree: ast.AST) -> bool:
-    """True for code that defines functions or classes, and of which a run by itself does nothing."""
+    """True for code that defines functions or classes, and otherwise does nothing when it runs."""
     body = getattr(tree, "body", [])
     defined = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
     quiet = (
@@ -591,7 +591,7 @@ def _is_module(tree: ast.AST) -> bool:
 
 
 def _spared_imports(tree: ast.AST) -> set[int]:
-    """Imports (`id`) in a `try` of which one is not there, and whose `except` goes on without them."""
+    """`id` of each import in a `try` with an absent name whose `except` lets the script continue."""
     found: set[int] = set()
     for node in ast.walk(tree):
         if not isinstance(node, ast.Try):
@@ -606,7 +606,7 @@ def _spared_imports(tree: ast.AST) -> set[int]:
 
 
 def _spared_uses(tree: ast.AST) -> set[int]:
-    """Nodes (`id`) in a `try` whose `except` goes on without a name that is not there."""
+    """`id` of each node in a `try` whose `except` lets the script continue after an AttributeError."""
     found: set[int] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Try):
@@ -617,7 +617,7 @@ def _spared_uses(tree: ast.AST) -> set[int]:
 
 
 def _is_there(dotted: str) -> bool | None:
-    """Whether a name of a library is there; None for other names, and where that is not known."""
+    """True if Octavo has a library's name, False if not; None for other names, and if it is not known."""
     if library_of(dotted) is None:
         return None
     row = find(canonical(dotted))
@@ -625,20 +625,20 @@ def _is_there(dotted: str) -> bool | None:
 
 
 def _imported(node: ast.Import | ast.ImportFrom) -> list[str]:
-    """Dotted names that an import asks for; none of a relative one."""
+    """Dotted names of an import; empty for a relative one."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     return [] if node.level else [f"{node.module}.{alias.name}" for alias in node.names if alias.name != "*"]
 
 
 def _is_absent(dotted: str) -> bool:
-    """True for a name of a known library that the compatibility layer does not have."""
+    """True for a name of a known library that the compatibility layer lacks."""
     row = find(canonical(dotted))
     return library_of(dotted) is not None and (row is None or row.status == "absent")
 
 
 def _caught(handler: ast.ExceptHandler) -> list[str]:
-    """Names of the exceptions that a handler catches."""
+    """Names of the exceptions of a handler."""
     if handler.type is None:
         return ["BaseException"]
     kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]

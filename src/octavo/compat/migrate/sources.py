@@ -1,6 +1,7 @@
 """Signatures and names in installed modules, read from their source without importing them.
 
-A module that builds its names at run time (`__getattr__`, `import *`), and a function with `**kwargs`, is not told: None.
+The answer is None for what the source does not show: names of a module with `__getattr__` or `import *`, arguments of a
+function with `**kwargs`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from octavo.compat.migrate.values import Values
 _TE_LAYERS = ("octavo.compat.te.layers", "octavo.compat.te.attention")
 _ALIASES = {"RMSNorm": "LayerNorm"}
 _FOLLOWED = ("octavo.", "torch.", "accelerate.")
-"""Packages whose imports of each other are followed."""
+"""Packages whose imports are followed."""
 _NN = {
     "Linear": "octavo.nn.linear", "LayerNormLinear": "octavo.nn.linear", "LayerNormMLP": "octavo.nn.mlp",
     "GroupedLinear": "octavo.nn.grouped", "LayerNorm": "octavo.nn.norm", "RMSNorm": "octavo.nn.norm",
@@ -29,7 +30,7 @@ _NN = {
 }  # fmt: skip
 """Layer → the module of its base in `octavo.nn`."""
 _INNER = ("handover", "inter", "counted")
-"""Arguments that Octavo's layers hand each other."""
+"""Arguments that Octavo's layers pass to each other."""
 _MODULE = ("torch.nn.modules.module", "Module")
 _TORCH = {"nn.Module": _MODULE, "Module": _MODULE, "nn.Linear": ("torch.nn.modules.linear", "Linear")}
 """Base → (its module, its name)."""
@@ -54,7 +55,7 @@ def _tree(module: str) -> ast.Module | None:
 
 
 def has_name(module: str, name: str) -> bool | None:
-    """True if an installed module has a name; None if its source does not tell."""
+    """True if an installed module has a name; None if its source does not show it."""
     tree = _tree(module)
     if tree is None or _tree(f"{module}.{name}") is not None:
         return None if tree is None else True
@@ -72,7 +73,7 @@ def has_name(module: str, name: str) -> bool | None:
 
 
 def _outermost(node: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of a module that are not inside a function or a class."""
+    """The nodes of a module outside of functions and classes."""
     for child in ast.iter_child_nodes(node):
         yield child
         if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
@@ -83,10 +84,10 @@ class Signature(NamedTuple):
     """The arguments of a function or class.
 
     Attributes:
-        names: all, in their order.
-        positional: of them, the first that may be given by position.
-        required: those without a default.
-        kinds: of them → annotation, as text; of Transformer Engine's layers by the default.
+        names: of all arguments, in order.
+        positional: number of the first ones, which may be positional.
+        required: names without a default.
+        kinds: name → annotation, as text; for Transformer Engine's layers the type of the default.
     """
 
     names: tuple[str, ...]
@@ -96,13 +97,13 @@ class Signature(NamedTuple):
 
 
 def arguments_of(module: str, name: str) -> tuple[str, ...] | None:
-    """The arguments of a function or class of Octavo, in their order; None if its source does not tell."""
+    """The arguments of a function or class of Octavo, in order; None if the source does not show them."""
     found = signature_of(module, name)
     return None if found is None else found.names
 
 
 def signature_of(module: str, name: str) -> Signature | None:
-    """The signature of a function or class of Octavo; None if its source does not tell."""
+    """The signature of a function or class of Octavo; None if the source does not show it."""
     if module in _TE_LAYERS:
         return _te_signatures().get(_ALIASES.get(name, name))
     for node, home in _found(module, name):
@@ -137,7 +138,7 @@ def constructor(layer: str) -> Signature | None:
 
 @cache
 def forward_of(layer: str) -> Signature | None:
-    """The signature of a call of one of Transformer Engine's layers; None if the sources do not tell."""
+    """The signature of a call of one of Transformer Engine's layers; None if the sources do not show it."""
     names: list[str] = []
     required: tuple[str, ...] = ()
     positional = None
@@ -152,7 +153,7 @@ def forward_of(layer: str) -> Signature | None:
             found = _signature(methods[0], skip=1, rest=True)
             if found is None:
                 return None
-            inside = found.names[found.positional :] if positional is not None else found.names  # what **kwargs hands on
+            inside = found.names[found.positional :] if positional is not None else found.names  # passed on by **kwargs
             names += [each for each in inside if each not in (*names, *_INNER)]
             kinds = dict(found.kinds) | kinds
             if positional is None:
@@ -168,7 +169,7 @@ def forward_of(layer: str) -> Signature | None:
 
 
 def method_of(module: str, name: str, method: str) -> Signature | None:
-    """The signature of a method of a class of Octavo; None for a property, and if its source does not tell."""
+    """The signature of a method of a class of Octavo; None for a property, and if the source does not show it."""
     node, home = next(iter(_found(module, name)), (None, module))
     methods = [each for each in getattr(node, "body", ()) if isinstance(each, ast.FunctionDef) and each.name == method]
     if not methods:  # of a base
@@ -187,14 +188,14 @@ def fields_of(module: str, name: str) -> tuple[str, ...] | None:
 
 
 def has_attribute(module: str, name: str, attribute: str) -> bool | None:
-    """True if a class of Octavo, or an instance, has an attribute; None if its source does not tell."""
+    """True if a class of Octavo, or an instance, has an attribute; None if the source does not show it."""
     found = members(module, name)
     return None if found is None else attribute in found or attribute.startswith("__")
 
 
 @cache
 def members(module: str, name: str) -> frozenset[str] | None:
-    """Names of a class, of its bases, and of attributes of self; None if a base is not known."""
+    """Attributes of a class, of its bases, and of `self` in its methods; None if a base is not known."""
     node, home = next(iter(_found(module, name)), (None, ""))
     if not isinstance(node, ast.ClassDef):
         return None
@@ -215,7 +216,7 @@ def members(module: str, name: str) -> frozenset[str] | None:
 
 
 def _imported(module: str, name: str) -> str:
-    """The module that a name of a module means."""
+    """The dotted name of a module that another one imports under a name."""
     tree = _tree(module)
     for node in tree.body if tree is not None else ():
         for alias in node.names if isinstance(node, ast.Import | ast.ImportFrom) else ():
@@ -225,7 +226,7 @@ def _imported(module: str, name: str) -> str:
 
 
 def _found(module: str, name: str) -> Iterator[tuple[ast.FunctionDef | ast.ClassDef, str]]:
-    """The definition of a name, followed through imports of Octavo's, and its module."""
+    """(definition of a name, its module), followed through imports."""
     tree = _tree(module)
     for node in tree.body if tree is not None else ():
         if isinstance(node, ast.ImportFrom) and not node.level and node.module and node.module.startswith(_FOLLOWED):
@@ -265,7 +266,7 @@ def _of_fields(node: ast.ClassDef) -> Signature:
 
 
 def _signature(node: ast.FunctionDef, *, skip: int, rest: bool = False) -> Signature | None:
-    """rest: also of a function with `**kwargs`, without these."""
+    """The signature of a definition; None with `*args` or `**kwargs`. skip: leading arguments. rest: allow `**kwargs`."""
     given = node.args
     if given.vararg is not None or (given.kwarg is not None and not rest):
         return None
@@ -278,9 +279,9 @@ def _signature(node: ast.FunctionDef, *, skip: int, rest: bool = False) -> Signa
 
 
 def tables(module: str, names: tuple[str, ...], reference: Any = None) -> dict[str, Any]:
-    """Tables of a module of Octavo that imports torch, without importing it: its assignments that need no import.
+    """Tables of a module of Octavo that imports torch, without importing it: assignments that need no import are executed.
 
-    reference: stands for `octavo.kernels.reference` in them.
+    reference: takes the place of `octavo.kernels.reference`.
     """
     tree = _tree(module)
     space: dict[str, Any] = {"NamedTuple": NamedTuple, "Any": Any, "reference": reference, "__name__": module}
@@ -313,13 +314,13 @@ def _te_signatures() -> dict[str, Signature]:
 
 
 def _kind_of(default: str) -> str | None:
-    """The kind of an argument by its default; None if that does not tell."""
+    """The type of an argument by its default; None for a default of None."""
     value = ast.literal_eval(default) if default else None
     return None if value is None else "bool" if isinstance(value, bool) else "str" if isinstance(value, str) else "float"
 
 
 def takes(annotation: str, value: Any) -> bool:
-    """True if an annotation has a constant's type in it; classes that are not built in have none."""
+    """True if an annotation allows a constant; only built-in types and collections are known."""
     try:
         return _takes(ast.parse(annotation, mode="eval").body, value)
     except SyntaxError:

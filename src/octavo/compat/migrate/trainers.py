@@ -1,4 +1,4 @@
-"""Checks calls of `ModelTrainer` and of its configurations in a script, each by itself.
+"""Checks calls of `ModelTrainer` and of its configuration classes in a script, each by itself.
 
 Combinations of settings (degrees with ranks, the script with its folder, channels) are left to `train(dry_run=True)`.
 """
@@ -29,7 +29,7 @@ def is_trainer(dotted: str) -> bool:
 
 
 def refused_by_trainer(dotted: str, given: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    """(argument, its value, the reason) for the arguments of the trainer or a configuration that it refuses by themselves."""
+    """(argument, value, reason) for each refused argument of the trainer or of a configuration class, taken by itself."""
     if is_trainer(dotted):
         for name, value in given.items():
             if name != REST and (fault := _fault(name, value if is_known(value) else ...)):
@@ -41,7 +41,7 @@ def refused_by_trainer(dotted: str, given: Mapping[str, Any]) -> Iterator[tuple[
 
 
 def _fault(name: str, value: Any) -> str | None:
-    """The reason for which an argument of the trainer is refused; `...` stands for a value that only a run tells."""
+    """The reason why an argument of the trainer is refused, or None. value: `...` if it is known only at run time."""
     try:
         if name not in ARGUMENTS:
             check_sdk({name: value}, "ModelTrainer", (*ARGUMENTS, *TRAINER_MEANINGLESS), TRAINER_REFUSED)
@@ -55,7 +55,7 @@ def _fault(name: str, value: Any) -> str | None:
 
 
 def _of_configuration(kind: str, given: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    """Names and values that a configuration refuses; its known values together, if each is taken."""
+    """Refused arguments of a configuration class: each by itself, or else all known ones together."""
     made = getattr(configs, kind, None)
     if not (isinstance(made, type) and issubclass(made, configs.Config)):
         return

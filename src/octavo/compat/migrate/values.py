@@ -1,10 +1,10 @@
 """Values of a script that are known without running it: constants, and dictionaries, sums and texts of them.
 
-Statements are followed in their order, functions where the script calls them. A known test takes its branch; after an unknown
-one, a value is known only if both branches leave the same. Each kind of statement and expression that is followed is listed
-here; of any other, every name that it may bind is unknown, and every object that it may reach is lost (`heap`). So is what a
-call that is not known is given, and what code may use that is called in ways that are not followed: methods, inner functions,
-decorated ones, generators. After `exec` or `globals()` nothing is known. Omitted: sets, attributes of objects.
+The interpreter follows statements in order, and functions where the script calls them. A test with a known result takes its
+branch; after an unknown one, a value is known only if both branches agree on it. After a statement or expression of another
+kind, every name that it may bind is unknown, and every object that it may reach is lost (`heap`). Arguments of unknown calls
+are lost too, and so is everything that code may use which is not followed: methods, inner and decorated functions, generators.
+After `exec` or `globals()` nothing is known. Omitted: sets, attributes of objects.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Values(Statements):
 
     @property
     def jobs(self) -> list[dict[str, Any]]:
-        """Keyword → value of each call of an estimator, as they are when it starts; the inputs of its `fit` under "fit".
+        """Keyword → value of each estimator at the start of its job; the inputs of its `fit` are under "fit".
 
-        Those of functions that nothing calls here come first. Where others may be called at any time, each of theirs may be the
-        last one: of that the values are known that all of them have.
+        Estimators in functions that the script never calls come first. If other functions may be called at any time, each of
+        their estimators may be the last one: of the last only the values are known in which all of these agree.
         """
         loose = [self._of_job(job) for job in self._loose_jobs.values()]
         found = (
@@ -47,16 +47,16 @@ class Values(Statements):
 
     @property
     def unreached(self) -> dict[int, int]:
-        """Nodes (`id`) of the module that a known test leaves out → the test's line; in functions, a test without variables."""
+        """`id` of a node that a known test skips → the test's line. In functions only tests without variables count."""
         left_out = [(node, line) for key, (node, line) in self._skipped.items() if key not in self._visited]
         return {id(each): line for node, line in left_out for each in ast.walk(node)}
 
     def last(self, name: str) -> Any:
-        """The value of a name of the module after its last line."""
+        """The value of a module's name after its last line."""
         return exported(self._module.get(name, UNKNOWN))
 
     def arguments(self, call: ast.Call) -> tuple[list[Any], dict[str, Any]]:
-        """The positional and keyword arguments of a call, those of `**table` too, as the call gets them."""
+        """The positional and keyword arguments of a call, with the entries of `**table`."""
         if id(call) not in self._given:  # of code that is not followed
             before, self._blind = self._blind, True
             self._steps = 0
@@ -68,5 +68,5 @@ class Values(Statements):
         return self._given[id(call)]
 
     def doubled(self, call: ast.Call) -> list[str]:
-        """Keywords that a call gets twice, by their names or by `**`: Python refuses them."""
+        """Keywords that a call has twice, by name or by `**`: an error in Python."""
         return self._doubled.get(id(call), [])

@@ -1,6 +1,6 @@
 """Installs the shims when Python starts: `python -m octavo.compat` puts this folder first on PYTHONPATH.
 
-So the script and every process that it spawns find the old names. The module of this name that is hidden runs afterwards.
+So the script and every process that it spawns have the shims. The `sitecustomize` that this one hides runs afterwards.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _HERE = Path(__file__).resolve().parent
 def _start() -> None:
     found = importlib.util.find_spec("octavo")
     if found is None or found.origin is None or Path(found.origin).resolve().parent != _HERE.parents[1]:
-        sys.path.insert(0, str(_HERE.parents[2]))  # the one that was started
+        sys.path.insert(0, str(_HERE.parents[2]))  # the Octavo that was started
     from octavo.compat import start
 
     start.install_all()

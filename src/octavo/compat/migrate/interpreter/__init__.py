@@ -1,1 +1,1 @@
-"""Interprets a script without running it. Other modules use it through `octavo.compat.migrate.values`."""
+"""Interprets a script without running it. Public face: `octavo.compat.migrate.values`."""

@@ -47,13 +47,13 @@ from octavo.compat.migrate.scopes import ANY_FRAME, ANY_NAME, arguments, declare
 
 _DEEPEST = 8
 _READING = ("print", "isinstance", "issubclass", "type", "len", "repr", "str", "id", "callable", "display", "hash", "bool")
-"""Built-in functions, and Jupyter's, that neither change their arguments nor pass them on."""
+"""Functions of Python and Jupyter that neither change their arguments nor pass them on."""
 _READERS = (
     "json.dumps", "json.dump", "pprint.pprint", "pprint.pformat", "pprint.pp", "yaml.dump", "IPython.display.display",
     "logging.info", "logging.debug", "logging.warning", "logging.error", "copy.copy", "copy.deepcopy",
     *(f"logging.getLogger().{name}" for name in ("info", "debug", "warning", "error", "exception", "log")),
 )  # fmt: skip
-"""Library functions with the same property."""
+"""Functions of libraries that neither change their arguments nor pass them on."""
 _SCALARS = ("int", "float", "str", "bool", "round", "abs")
 _OF_LISTS = ("list", "tuple", "sorted", "min", "max", "sum", "len", "dict")
 _OF_SCALARS: dict[str, Callable[[Any], Any]] = {"sorted": sorted, "min": min, "max": max, "sum": sum}
@@ -71,7 +71,7 @@ _QUIET_MAGICS = (
     "autoreload",
 )
 _PUBLIC = ("logs", "stop", "attach", "hyperparameters", "training_image_uri", "deploy", "model", "create_model", "wait")
-"""Methods of an estimator that leave its arguments as they are."""
+"""Methods of an estimator that do not change its arguments."""
 
 
 class Calls(Expressions):
@@ -80,7 +80,7 @@ class Calls(Expressions):
     # calls
 
     def _arguments(self, call: ast.Call) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments of a call; `[MORE]` for positional ones whose number is not known."""
+        """The arguments of a call; `[MORE]` for an unknown number of positional ones."""
         args = self._several(call.args)
         return [MORE] if args is None else args, self._keywords(call)
 
@@ -141,7 +141,7 @@ class Calls(Expressions):
         return UNKNOWN
 
     def _callee(self, function: ast.expr) -> tuple[Any, Any]:
-        """The value of a called expression, and the object of a followed method, otherwise ABSENT."""
+        """(value of the callee, object of a followed method or ABSENT)."""
         if isinstance(function, ast.Attribute):
             dotted = self._dotted(function)
             owner = self.of(function.value)
@@ -165,13 +165,13 @@ class Calls(Expressions):
         return value, ABSENT
 
     def _hand_on(self, args: Iterable[Any], keywords: dict[str, Any], dotted: str | None) -> None:
-        """Arguments of a call that is not followed."""
+        """Lose the arguments of a call that is not followed."""
         for value in (*args, *keywords.values()):
             if not (isinstance(value, RecipeValue) and dotted is not None and self._is_library(dotted)):
                 self._heap.lose(value)
 
     def _remember(self, node: ast.Call, args: list[Any], keywords: dict[str, Any]) -> None:
-        """Save the arguments of a call; arguments that differ between two of its runs become unknown."""
+        """Record the arguments of a call; those that differ between its executions become UNKNOWN."""
         if self._blind:
             return
         now = exported(args), exported(keywords)
@@ -210,7 +210,7 @@ class Calls(Expressions):
         return ABSENT
 
     def _copied(self, value: Any, *, deep: bool, memo: dict[int, Any] | None = None) -> Any:
-        """A copy; the content of an unknown object stays unknown."""
+        """A copy of a value; UNKNOWN if it cannot be followed."""
         memo = {} if memo is None else memo
         if id(value) in memo:
             return memo[id(value)]
@@ -254,7 +254,7 @@ class Calls(Expressions):
         return UNKNOWN
 
     def _of_list_call(self, node: ast.Call, name: str) -> Any:
-        """The result of a built-in function that reads a whole list; ABSENT if the call is not followed."""
+        """The result of a built-in function of a list; ABSENT if the call is not followed."""
         if any(isinstance(each, ast.Starred) for each in node.args):
             return ABSENT
         if name == "dict":
@@ -304,7 +304,7 @@ class Calls(Expressions):
         return Items([MORE]) if name == "sorted" else UNKNOWN
 
     def _merge(self, table: Table, value: Any) -> None:
-        """`table.update(value)`: of a dictionary, or of pairs."""
+        """`table.update(value)`, for a dictionary or pairs."""
         if isinstance(value, Table):
             self._heap.put(table, dict(value))
             return
@@ -323,7 +323,7 @@ class Calls(Expressions):
     # estimators
 
     def _job(self, node: ast.Call, given: dict[str, Any], *, sure: bool) -> Any:
-        """An estimator. If it may be something else, it is lost at once."""
+        """A new estimator; lost at once unless it is certainly one (`sure`)."""
         if self._blind:
             return UNKNOWN
         number: Any = id(node) if self._rounds else (id(node), len(self._jobs))
@@ -367,7 +367,7 @@ class Calls(Expressions):
     # methods
 
     def _method(self, owner: Any, name: str, args: list[Any], keywords: dict[str, Any]) -> Any:
-        """A method of a known object."""
+        """The result of a method of a known object."""
         if isinstance(owner, Job):
             return self._of_estimator(owner, name, args, keywords)
         if isinstance(owner, Task):
@@ -402,7 +402,7 @@ class Calls(Expressions):
             return UNKNOWN
 
     def _of_task(self, task: Task, name: str) -> Any:
-        """A started process has a copy of everything; a started thread may run at any time."""
+        """A method of a process or thread: a process has copies of all objects, a thread may run at any time."""
         if name == "start" and task.is_thread:
             self._inline(task.function, [], {})
             self._threads.append((task.function, starts_alone(task.function.node)))
@@ -517,7 +517,7 @@ class Calls(Expressions):
     # functions
 
     def _function(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> Any:
-        """The value of a definition: its defaults are evaluated here, once."""
+        """The value of a function's definition; defaults are evaluated here, once."""
         decorators = [] if isinstance(node, ast.Lambda) else node.decorator_list
         for each in decorators:
             self._heap.lose(self.of(each))
@@ -539,13 +539,13 @@ class Calls(Expressions):
         return UNKNOWN if decorators else function
 
     def _annotations(self, nodes: Iterable[ast.expr | None]) -> None:
-        """Annotations are evaluated, unless the module says otherwise; annotations that are only names have no effect."""
+        """Follow annotations with calls, which may or may not be evaluated; others have no effect."""
         for node in nodes:
             if node is not None and any(isinstance(each, ast.Call | ast.NamedExpr) for each in ast.walk(node)):
                 self._fork(lambda node=node: self._each([node]), lambda: GOES_ON)  # type: ignore[misc]
 
     def _inline(self, function: Function, args: list[Any], keywords: dict[str, Any]) -> Any:
-        """The result of a function of the script, followed with its arguments."""
+        """The result of a call of a function of the script."""
         node = function.node
         inner = function.scope.kind not in ("module", "class")
         if inner or not is_plain_function(node) or (function.scope.kind == "class" and function.scope not in self._frames):

@@ -1,4 +1,4 @@
-"""Base of the interpreter: a script's names and scopes, and when their values become unknown."""
+"""Base of the interpreter: names and scopes of a script, and the rules by which their values become unknown."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _POISON = (
     "inspect.getouterframes", "inspect.getinnerframes", "inspect.getmodule", "inspect.getclosurevars", "gc.get_objects",
     "gc.get_referrers", "gc.get_referents", "code.interact", *(f"builtins.{name}" for name in (*ANY_NAME, "vars")),
 )  # fmt: skip
-"""Names of libraries through which a script may change any of its names."""
+"""Library names by which a script may change any of its own names."""
 NEXT, RETURN, BREAK, CONTINUE, RAISE = "next", "return", "break", "continue", "raise"
 Outcome = frozenset[str]
 GOES_ON: Outcome = frozenset({NEXT})
@@ -50,11 +50,11 @@ class Interpreter(abc.ABC):
     """Values at each call of a script.
 
     Args:
-        tree: of the script.
-        positional: dotted name → names of the positional arguments of an estimator; None for other names.
-        called: the full dotted name of an expression, or None if it may be something else.
-        maybe: the same, also if it may be something else.
-        has: dotted name of a library → whether it exists; None for others.
+        tree: the script's syntax tree.
+        positional: dotted name of an estimator → names of its positional arguments; None for other names.
+        called: expression → its full dotted name; None if it may be something else.
+        maybe: as `called`, also if it may be something else.
+        has: dotted name of a library → True if it exists; None for other names.
         recipe_of: dotted name → class of the recipe that its call returns, or None.
         is_library: True for a name of a library whose calls do not change recipes.
     """
@@ -89,17 +89,17 @@ class Interpreter(abc.ABC):
         self._doubled: dict[int, list[str]] = {}  # call → its repeated keywords
         self._given: dict[int, tuple[list[Any], dict[str, Any]]] = {}  # call → arguments
         self._jobs: dict[Any, Job] = {}
-        self._idle_jobs: dict[Any, Job] = {}  # of functions that nothing calls here
-        self._loose_jobs: dict[Any, Job] = {}  # of functions that may be called at any time
+        self._idle_jobs: dict[Any, Job] = {}  # in functions that the script never calls
+        self._loose_jobs: dict[Any, Job] = {}  # in functions that may be called at any time
         self._threads: list[tuple[Function, set[str]]] = []  # started threads, and names whose `fit` they call
-        self._rounds = 0  # enclosing loops that are not followed item by item
+        self._rounds = 0  # enclosing loops with an unknown number of iterations
         self._followed: set[int] = set()
         self._released: set[int] = set()
         self._steps = 0
         self._poisoned = self._poisoning = self._blind = self._star = False
-        self._once = False  # only names that are bound once are known
+        self._once = False  # True: only names that are bound once are known
         self._visited: set[int] = set()
-        self._skipped: dict[int, tuple[ast.stmt, int]] = {}  # statement of the module → line of the test that leaves it out
+        self._skipped: dict[int, tuple[ast.stmt, int]] = {}  # skipped statement → line of its test
         self._scan(tree)
         self._block(getattr(tree, "body", []))
         self._rest(tree)
@@ -107,14 +107,14 @@ class Interpreter(abc.ABC):
     # the whole script
 
     def _scan(self, tree: ast.AST) -> None:
-        """Give up on a script that looks up names of a frame by a string."""
+        """Treat all values of a script as unknown if it has the name of a frame's attribute as a string."""
         for node in ast.walk(tree):
             if isinstance(node, ast.Constant) and node.value in ANY_FRAME:
                 parent = self._scopes.parents.get(id(node))
                 self._poisoned |= not isinstance(parent, ast.Compare | ast.Expr)
 
     def _rest(self, tree: ast.AST) -> None:
-        """Follow functions that nothing calls here, each by itself and without effect."""
+        """Follow each function that the script never calls, and undo its changes."""
         self._jobs, done = {}, self._jobs
         idle: dict[Any, Job] = {}
         for node in ast.walk(tree):
@@ -125,7 +125,7 @@ class Interpreter(abc.ABC):
             self._once = id(node) in self._released or not isinstance(self._scopes.parents.get(id(node)), ast.Module)
             flags = self._poisoned, self._star, set(self._replaced)
             self._run(node, {}, self._surroundings(node))
-            for job in self._jobs.values():  # with their arguments at that point
+            for job in self._jobs.values():  # with the arguments at that point
                 job.fitted = self._of_job(job)
             self._poisoned, self._star, self._replaced = flags
             self._heap.rollback(mark)
@@ -134,7 +134,7 @@ class Interpreter(abc.ABC):
         self._once = False
         self._jobs, self._idle_jobs = done, idle
         self._steps = 0
-        for node in ast.walk(tree):  # calls that are not reached by any way that is followed
+        for node in ast.walk(tree):  # calls that the interpreter has not reached
             if isinstance(node, ast.Call) and self._poisoned and id(node) not in self._given:
                 dotted = self._maybe(node.func)
                 if dotted is not None and self._positional(dotted) is not None and id(node) not in self._jobs:
@@ -142,7 +142,7 @@ class Interpreter(abc.ABC):
                     self._jobs[id(node)] = Job(table, exported(table))
 
     def _surroundings(self, node: ast.AST) -> Names:
-        """The names around a function that is not followed: names of an enclosing function are unknown."""
+        """The names around a function that the script never calls: those of enclosing functions are unknown."""
         hidden = Names(self._module)
         around = self._scopes.parents.get(id(node))
         while around is not None:
@@ -165,14 +165,14 @@ class Interpreter(abc.ABC):
         return UNKNOWN
 
     def _replace(self, dotted: str) -> None:
-        """A module or a name of one may have other attributes now."""
+        """Note that a library's name may have been replaced."""
         if not self._blind:
             self._replaced.add(dotted)
             if dotted.startswith((SHELL, "builtins")):
                 self._poison()
 
     def _release(self, function: Function) -> None:
-        """A function may be called at any time from now on: names that it uses become unknown."""
+        """Apply the effects of a function that unseen code may call at any time from now on."""
         self._released.add(id(function.node))
         effects = self._scopes.of_function(function.node)
         self._take(effects.loads, function.scope)
@@ -188,7 +188,7 @@ class Interpreter(abc.ABC):
             self._heap.give(self._home(name, scope), name, level)
 
     def _home(self, name: str, scope: Names | None) -> Names:
-        """The names to which a free name of code in a scope belongs."""
+        """The `Names` in which a free name of a scope is bound."""
         while scope is not None and scope is not self._module:
             if name in scope and name not in scope.shared and scope.kind != "class":
                 return scope
@@ -196,7 +196,7 @@ class Interpreter(abc.ABC):
         return self._module
 
     def _give_up(self, *parts: ast.AST) -> Any:
-        """Code in this scope that is not followed: its value is unknown, and so is everything it may change."""
+        """Apply the effects of code that is not followed; its value is UNKNOWN."""
         effects = self._scopes.of_code(parts)
         here = self._frames[-1]
         for name, level in effects.loads.items():
@@ -215,7 +215,7 @@ class Interpreter(abc.ABC):
     # names
 
     def _name(self, name: str) -> Any:
-        """The value of a name here, `Builtin` for built-ins."""
+        """The value of a name in the current scope; `Builtin` for built-ins."""
         if self._poisoned:
             return UNKNOWN
         frame: Names | None = self._frames[-1]
@@ -252,7 +252,7 @@ class Interpreter(abc.ABC):
         self._heap.name(frame, name, value)
 
     def _rebind(self, name: str, value: Any) -> None:
-        """A thread may find the value of a name that is bound after its start."""
+        """Apply the effect of a name that is bound after the start of a thread: the thread may read either value."""
         for function, started in self._threads:
             if name in started and not isinstance(value, Job):
                 self._heap.lose(function)
@@ -261,7 +261,7 @@ class Interpreter(abc.ABC):
                     job.inputs = UNKNOWN
 
     def _watch(self) -> None:
-        """Threads may start any estimator with the arguments that it has now."""
+        """Merge the current arguments of each estimator into those at its start, which may happen now in a thread."""
         for job in self._jobs.values():
             now = exported(job.given)
             merge(job.initial, now, {})
@@ -269,7 +269,7 @@ class Interpreter(abc.ABC):
                 merge(job.fitted, now | {"fit": {"inputs": exported(job.inputs)}}, {})
 
     def _dotted(self, node: ast.AST) -> str | None:
-        """The full name of an imported expression; None for others and for names that may have been replaced."""
+        """The full name of an imported expression; None for others, and for names that may have been replaced."""
         whole = self._whole(node)
         return whole if whole is not None and self._is_intact(whole) else None
 
@@ -305,7 +305,7 @@ class Interpreter(abc.ABC):
         return not any(dotted == each or dotted.startswith(f"{each}.") or f".{last}" == each for each in self._replaced)
 
     def _of_job(self, job: Job) -> dict[str, Any]:
-        """An estimator whose `fit` is not seen may start at once or at the end; a lost one with any hyperparameters."""
+        """The arguments at an estimator's start. Without a `fit` in sight, it may be any time; if lost, with any dictionary."""
         if job.fitted is not None:
             return job.fitted
         now = exported(job.given)
@@ -341,7 +341,7 @@ class Interpreter(abc.ABC):
 
 
 def truth_of(value: Any) -> bool | None:
-    """Truth of a value; None if it is not known."""
+    """The truth value; None if it is not known."""
     if isinstance(value, Table):
         return True if any(each is not MAYBE and key != REST for key, each in value.items()) else None if value else False
     if isinstance(value, Items | Fixed):
@@ -350,15 +350,15 @@ def truth_of(value: Any) -> bool | None:
 
 
 def is_key(value: Any) -> bool:
-    """True for a key that may stand in a table."""
+    """True for a known key of a `Table`."""
     return isinstance(value, str | int) and value != REST
 
 
 def is_scalar(value: Any) -> bool:
-    """True for a known value without parts."""
+    """True for a known constant."""
     return isinstance(value, bool | int | float | str | None)
 
 
 def is_poison(dotted: str) -> bool:
-    """True for a name of a library that may change any name of the script."""
+    """True for a library's name by which a script may change any of its own names."""
     return any(dotted == each or dotted.startswith(f"{each}.") for each in _POISON)

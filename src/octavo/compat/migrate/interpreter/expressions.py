@@ -46,11 +46,11 @@ from octavo.compat.migrate.scopes import ANY_FRAME, ANY_NAME
 
 _LAZY = ("zip", "enumerate", "reversed", "range")
 _RESULTS = ("fit", "latest_training_job", "model_data", "jobs", "sagemaker_session", "name")
-"""Attributes of an estimator by which its arguments cannot be changed."""
+"""Attributes of an estimator without access to its arguments."""
 
 
 class End(Exception):
-    """A loop over something unknown, or no longer known."""
+    """Raised when the items of a loop are not known, or no longer."""
 
 
 class Expressions(Interpreter):
@@ -59,7 +59,7 @@ class Expressions(Interpreter):
     # expressions
 
     def of(self, node: ast.AST | None) -> Any:
-        """The value of an expression, or UNKNOWN; its calls are followed."""
+        """The value of an expression, or UNKNOWN. Calls in it are followed."""
         self._steps += 1
         if self._steps > MOST_STEPS and not self._blind:
             return self._poison()
@@ -124,7 +124,7 @@ class Expressions(Interpreter):
             self._heap.put(table, {REST: UNKNOWN})
 
     def _entries(self, value: Any) -> dict[Any, Any]:
-        """Entries of `**value`, or of `dict(value)`."""
+        """The entries of `**value` or `dict(value)`."""
         if isinstance(value, Table):
             return value
         self._heap.lose(value)
@@ -137,7 +137,7 @@ class Expressions(Interpreter):
         return Fixed(found) if isinstance(node, ast.Tuple) else Items(found)
 
     def _several(self, nodes: Sequence[ast.expr]) -> list[Any] | None:
-        """Values in their order, with those of `*each`; None, and nothing of them known, if their number is not."""
+        """Values in order, with those of `*each`. If their number is not known: None, and all are lost."""
         found: list[Any] = []
         known = True
         for each in nodes:
@@ -180,7 +180,7 @@ class Expressions(Interpreter):
         return part if isinstance(table, str) else type(table)(part)
 
     def _lose_inside(self, value: Any) -> None:
-        """Lose the values inside an object: any of them may be referenced elsewhere now."""
+        """Lose the values in an object: unseen code may now hold any of them."""
         if isinstance(value, Table | Items | Fixed | View):
             for each in list(children(value)):
                 self._heap.lose(each)
@@ -264,7 +264,7 @@ class Expressions(Interpreter):
             return COMPARISONS[type(kind)](plain(left), plain(right))
         except (TypeError, ValueError, RecursionError):
             if UNKNOWN in (left, right) or isinstance(left, Function) or isinstance(right, Function):
-                self._heap.lose(left)  # its comparison method gets the other operand
+                self._heap.lose(left)  # a comparison method gets both operands
                 self._heap.lose(right)
             return UNKNOWN
 
@@ -282,7 +282,7 @@ class Expressions(Interpreter):
         return last
 
     def _each(self, nodes: Iterable[ast.AST]) -> Outcome:
-        """Evaluate expressions whose values may go anywhere."""
+        """Evaluate expressions and lose their values."""
         for node in nodes:
             self._heap.lose(self.of(node))
         return GOES_ON
@@ -301,7 +301,7 @@ class Expressions(Interpreter):
         return self._one_of(found)
 
     def _one_of(self, values: list[Any]) -> Any:
-        """One of several values."""
+        """The value if all are the same; otherwise UNKNOWN, and all are lost."""
         if values and all(is_same(values[0], each) for each in values[1:]):
             return values[0]
         for each in values:
@@ -341,7 +341,7 @@ class Expressions(Interpreter):
         return UNKNOWN if self._blind else self._give_up(node)
 
     def _elements(self, node: ast.ListComp | ast.DictComp | ast.GeneratorExp) -> list[Any] | None:
-        """The elements of a comprehension, pairs for a dictionary; None if it is not followed to its end."""
+        """The elements of a comprehension, pairs for a dictionary; None if it cannot be followed to its end."""
         found: list[Any] = []
         frame = Names(self._frames[-1], "comprehension")
 
@@ -386,7 +386,7 @@ class Expressions(Interpreter):
     # iteration
 
     def _live(self, node: ast.AST) -> Iterable[Any]:
-        """The items of an expression, one by one, as the script may change it meanwhile. Raises End where they are unknown."""
+        """The items of an expression, one by one: the loop's body may change it. Raises End at an unknown item."""
         if not self._is_lazy(node):
             yield from self._live_value(self.of(node))
             return
@@ -428,7 +428,7 @@ class Expressions(Interpreter):
             yield key if kind == "keys" else table[key] if kind == "values" else Fixed([key, table[key]])
 
     def _all(self, node: ast.AST) -> list[Any] | None:
-        """The items of an expression that is read to its end; None if they are not known, and then they are lost."""
+        """All items of an expression. If they are not known: None, and they are lost."""
         try:
             return list(self._live(node))
         except End:
@@ -446,7 +446,7 @@ class Expressions(Interpreter):
         )
 
     def _lazy(self, node: ast.AST, sources: list[Any]) -> Any:
-        """The items of an iterator that is read to its end at once, or UNKNOWN. Adds to `sources` the lists that it reads."""
+        """All items of a `zip`, `enumerate`, `reversed`, `range` or generator, or UNKNOWN. sources: gets the lists it reads."""
         if isinstance(node, ast.GeneratorExp):
             found = self._elements(node)
             return UNKNOWN if found is None and self._blind else self._give_up(node) if found is None else found

@@ -1,4 +1,4 @@
-"""The interpreter's statements, and how a block of them may end."""
+"""The interpreter's statements, and the ways in which a block may end: next, return, break, continue, raise."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ _NO_SUPPRESSION = (
     "torch.inference_mode",
     "contextlib.redirect_stdout",
 )
-"""Contexts that suppress no exception."""
+"""Contexts that do not suppress exceptions."""
 
 
 class Statements(Calls):
-    """The interpreter of statements, and so of everything."""
+    """The interpreter of statements, calls and expressions."""
 
     # statements
 
     def _block(self, body: Sequence[ast.stmt]) -> Outcome:
-        """Follow statements. Returns the ways in which they may end."""
+        """Follow statements; returns the ways in which they may end."""
         left: Outcome = frozenset()
         last = GOES_ON
         pending: list[tuple[int, int]] = []
@@ -68,17 +68,17 @@ class Statements(Calls):
             if NEXT not in out:
                 last = out
                 break
-            if out - {NEXT, RAISE}:  # the rest may be left out
+            if out - {NEXT, RAISE}:  # the rest may not run
                 left |= out - GOES_ON
                 pending.append(self._pend())
         return self._settle(pending, left, last)
 
     def _pend(self) -> tuple[int, int]:
-        """Begin statements that may not run; their mark in the heap."""
+        """Begin statements that may not run; returns (mark in the heap, serial)."""
         return self._heap.mark(), next(objects._SERIAL)
 
     def _settle(self, pending: list[tuple[int, int]], left: Outcome, last: Outcome) -> Outcome:
-        """End a block that may not have run: merge all states in which it can be left."""
+        """End the statements that `_pend` began: merge all states in which the block may end."""
         for mark, born in reversed(pending):
             if last == RAISES:
                 self._heap.rollback(mark)
@@ -105,11 +105,8 @@ class Statements(Calls):
     def _do_expression(self, node: ast.Expr) -> Outcome:
         function = node.value.func if isinstance(node.value, ast.Call) else None
         exits = function is not None and self._dotted(function) in _EXITS
-        self._unused(self.of(node.value))
+        self.of(node.value)
         return RAISES if exits else GOES_ON
-
-    def _unused(self, value: Any) -> None:
-        """Handle a value that no name is bound to."""
 
     def _do_assign(self, node: ast.Assign | ast.AnnAssign) -> Outcome:
         if isinstance(node, ast.AnnAssign):
@@ -251,12 +248,12 @@ class Statements(Calls):
         return self._block(node.body if truth else node.orelse)
 
     def _is_fixed(self, test: ast.expr) -> bool:
-        """True for a test of only imported names and constants, which is the same in every call of a function."""
+        """True for a test of imported names and constants only, the same in every call of a function."""
         names = [each for each in ast.walk(test) if isinstance(each, ast.Name)]
         return all(self._called(each) is not None or each.id == "hasattr" for each in names)
 
     def _fork(self, first: Callable[[], Outcome], second: Callable[[], Outcome]) -> Outcome:
-        """Follow both branches from the same state; what both leave is known. One may end the script."""
+        """Follow both branches from the same state and merge them. A branch that raises does not count."""
         if self._blind:
             return first() | second()
         heap = self._heap
@@ -292,7 +289,7 @@ class Statements(Calls):
                 if not out & {NEXT, CONTINUE}:
                     last = GOES_ON if BREAK in out else out - {RETURN}
                     break
-                if out & {BREAK, RETURN}:  # it may have ended here
+                if out & {BREAK, RETURN}:  # the loop may have ended here
                     left |= GOES_ON
                     pending.append(self._pend())
             else:
@@ -302,7 +299,7 @@ class Statements(Calls):
         return self._settle(pending, left, last or left)
 
     def _again(self, node: ast.For | ast.AsyncFor | ast.While, start: Callable[[], Any]) -> Outcome:
-        """A loop with an unknown number of iterations: repeated until all that its body changes is unknown."""
+        """Follow a loop with an unknown number of iterations: repeat it until another iteration changes no known value."""
         outs: Outcome = frozenset()
 
         def once() -> Outcome:
@@ -375,7 +372,7 @@ class Statements(Calls):
     def _caught(
         self, body: Callable[[], Outcome], handler: Callable[[], Outcome], more: Callable[[], Outcome] | None = None
     ) -> Outcome:
-        """Follow code whose exception may come after any step of it and is handled; `more` follows if there is no such job."""
+        """Follow code that may raise after any of its steps, and `handler`; `more` follows without an exception."""
         if self._blind:
             return body() | handler()
         heap = self._heap
@@ -413,7 +410,7 @@ class Statements(Calls):
                 lambda: self._block(node.body), lambda: handle(0), (lambda: self._block(node.orelse)) if node.orelse else None
             )
         elif any(isinstance(each, ast.Return | ast.Break | ast.Continue) for part in node.finalbody for each in ast.walk(part)):
-            out = self._caught(lambda: self._block([*node.body, *node.orelse]), lambda: GOES_ON)  # which ends an exception
+            out = self._caught(lambda: self._block([*node.body, *node.orelse]), lambda: GOES_ON)  # `return` discards it
         else:
             out = self._block([*node.body, *node.orelse])
         last = self._block(node.finalbody)
