@@ -47,7 +47,7 @@ OF_MATRICES = frozenset(
 _OF_ALL = frozenset(
     {"LBFGS", "Prodigy", "DAdaptAdam", "DAdaptAdaGrad", "DAdaptSGD", "DAdaptLion", "DAdaptAdan", "DAdaptAdamIP", "SAM", "GSAM"}
 )
-"""Those whose step sums over all parameters: with a rank's parts, the sums would differ between tensor-parallel ranks."""
+"""Optimizer classes with sums over all parameters: of parts, these would differ between tensor-parallel ranks."""
 
 
 @dataclass(frozen=True)

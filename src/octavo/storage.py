@@ -274,7 +274,7 @@ def free_bytes(path: Path) -> int:
 
 
 def folder_fault(path: Path) -> str:
-    """Why a path is not and cannot become a folder, with the remedy; empty if it can. Creates nothing."""
+    """The reason why a path is not and cannot become a folder, with the remedy; empty if it can. Creates nothing."""
     try:
         if path.is_dir():
             return ""
@@ -329,7 +329,7 @@ def check_folder(folder: Path, option: str) -> None:
 
 
 def _unwritable(folder: Path, name: str) -> str:
-    """Why a file of this name cannot be created in a folder, with the remedy; empty if it can. Leaves nothing behind."""
+    """The reason why a file cannot be created in a folder, with the remedy; empty if it can. Leaves nothing behind."""
     if fault := folder_fault(folder):
         return fault
     above = next(one for one in (folder, *folder.parents) if one.exists())

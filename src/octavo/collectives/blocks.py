@@ -43,12 +43,12 @@ class Box(NamedTuple):
 
     @property
     def in_local(self) -> tuple[slice, ...]:
-        """Its elements of the local tensor."""
+        """The box's elements of the local tensor."""
         return tuple(slice(first, first + size) for first, size in zip(self.local, self.sizes, strict=True))
 
     @property
     def in_whole(self) -> tuple[slice, ...]:
-        """Its elements of the whole."""
+        """The box's elements of the whole tensor."""
         return tuple(slice(first, first + size) for first, size in zip(self.whole, self.sizes, strict=True))
 
 

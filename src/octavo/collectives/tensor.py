@@ -146,7 +146,7 @@ class TensorGroup(Ranks):
 
     @property
     def exchanges(self) -> str:
-        """How rows are exchanged, in words; empty before the first exchange on a GPU."""
+        """The exchanges of rows, in words; empty before the first exchange on a GPU."""
         if self._peers is None or isinstance(self._peers, str):
             return f"by NCCL: {self._peers}" if self._peers else ""
         return "; ".join(f"{exchange}: {method}" for exchange, method in choices(self.size).items())
@@ -267,7 +267,7 @@ class TensorGroup(Ranks):
         return _Replicated.apply(self, parameter)[0] if together is None else together
 
     def begin_together(self, parameters: Sequence[Tensor]) -> None:
-        """Until `end_together`, `replicated` sums the gradients of these parameters by one collective, after the last one."""
+        """Sum the gradients of these parameters in one collective, after the last one, in `replicated` until `end_together`."""
         if parameters:
             self._together |= {id(p): view for p, view in zip(parameters, _Replicated.apply(self, *parameters), strict=True)}
 

@@ -33,7 +33,7 @@ class Ranks:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """Their process group."""
+        """The ranks' process group."""
         assert self._group is not None  # without one no collective is called
         return self._group
 

@@ -58,7 +58,7 @@ class Shim:
     hidden: bool = True
 
     def real(self) -> str | None:
-        """Where the real package is installed; None if it is not."""
+        """The location of the real package; None if it is not installed."""
         parent, _, _ = self.root.rpartition(".")
         path: list[str] | None = None
         if parent:

@@ -10,7 +10,7 @@ from octavo.config.section import Section
 
 
 class CheckpointConfig(Section):
-    """When the run is saved, and how many checkpoints are retained."""
+    """Steps at which the run is saved, and the number of checkpoints to keep."""
 
     every: int = Field(100, ge=0, description="Steps between checkpoints; 0: only at the end or when stopped.")
     keep: int = Field(2, ge=1, description="Number of newest checkpoints to keep.")

@@ -20,7 +20,7 @@ from octavo.errors import InputError
 DEGREES = ("hybrid_shard_degree", "tensor_parallel_degree", "context_parallel_degree", "expert_parallel_degree")
 """Keys of `octavo.init` and of [parallel]."""
 MOST_CPU_RANKS = 256
-"""Of `octavo verify` on CPUs: each is a process."""
+"""Limit of ranks of `octavo verify` on CPUs: each is a process."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ _SHOWN = 60
 
 
 class _Fault(Exception):
-    """Why a row is not an example: a reason for counts, and a sentence."""
+    """A row that is not an example: a reason for counts, and a sentence."""
 
     def __init__(self, reason: str, sentence: str) -> None:
         super().__init__(sentence)

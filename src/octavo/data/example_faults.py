@@ -9,7 +9,7 @@ SHOWN = 30
 
 
 class ExampleFault(Exception):
-    """Why an example cannot be used exactly: a reason for counts, a sentence, and its remedy."""
+    """An example that cannot be used exactly: a reason for counts, a sentence, and its remedy."""
 
     def __init__(self, reason: str, sentence: str, remedy: str = "") -> None:
         super().__init__(sentence)

@@ -120,7 +120,7 @@ class Form:
         raise self._absent(names, where)
 
     def _absent(self, names: Collection[str], where: str) -> InputError:
-        """Of a row without the column that `data.text_field` names."""
+        """The error for a row without the column that `data.text_field` names."""
         guess = nearest(self.text_field, names)
         hint = f" Did you mean {guess!r}?" if guess else ""
         if all(name in names for name in _EXCLUSIVE):

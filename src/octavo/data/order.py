@@ -39,7 +39,7 @@ class _Node:
     halves: tuple[_Node, _Node] | None = None
 
     def first_half(self, samples: int) -> int:
-        """How many of this node's first `samples` samples go to the first half."""
+        """The number of this node's first `samples` samples that go to the first half."""
         assert self.halves is not None
         return (2 * samples * self.halves[0].weight + self.weight) // (2 * self.weight)
 

@@ -1,4 +1,4 @@
-"""Whether backward reads a cached columnwise FP8 weight or recasts it: the rule for unsharded 16-bit parameters.
+"""The rule by which backward reads a cached columnwise FP8 weight or recasts it, for unsharded 16-bit parameters.
 
 The input gradient reads a weight columnwise. If forward casts both layouts, the parameter is read once, and the columnwise copy
 takes 1 byte an element until backward. If backward recasts, it takes none, and the parameter is read twice. The copies are

@@ -241,7 +241,7 @@ class Outputs(NamedTuple):
 
 
 def outputs(logits: Tensor, grad_scale: Tensor | None, fp8: Tensor | None) -> Outputs:
-    """Where a kernel writes; a gradient in high precision overwrites the logits."""
+    """Memory for a kernel's losses [N] and its FP8 gradient; a gradient in high precision overwrites the logits [N, V]."""
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     if grad_scale is None or fp8 is None:
         return Outputs(losses)

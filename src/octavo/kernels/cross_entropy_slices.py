@@ -174,7 +174,7 @@ def cross_entropy_of_statistics_(
     logits: Tensor, target: Tensor, of_slices: Tensor, grad_scale: Tensor | None, objective: Objective, words: Slice,
     fp8: Tensor | None = None,
 ) -> tuple[Tensor, Gradient | None]:  # fmt: skip
-    """As `octavo.kernels.cross_entropy.cross_entropy_`: the loss of all words, and the gradient of this slice's.
+    """`octavo.kernels.cross_entropy.cross_entropy_` for a slice [N, V / n]: the loss of all words, the gradient of these.
 
     of_slices: [S, 3 or 4, N], `statistics` of all slices in any order. The gradient of padding is 0.
     """

@@ -113,7 +113,7 @@ def _copy_a(a_ptr, joint_ptr, e, inside, columns, NUMBER: tl.constexpr, RANK: tl
 
 @triton.jit
 def _place(e, inside, LENGTH: tl.constexpr, WIDTH: tl.constexpr, RANK: tl.constexpr, adapter, start, first, count):
-    """Where the elements e of the joint B lie in an adapter's B, and a mask of them."""
+    """Offsets in an adapter's B of the elements e of the joint B, and a mask of the elements that the adapter has."""
     row = e // WIDTH
     column = e % WIDTH - adapter * RANK
     within = row % LENGTH - first

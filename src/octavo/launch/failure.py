@@ -1,4 +1,4 @@
-"""Why a job failed: its first uncaught error, or the end of its log; for an out-of-memory error with the job's advice."""
+"""The reason of a job's failure: its first uncaught error, or the end of its log; advice for an out-of-memory error."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Description:
     split: str = ""
     """The tensor-parallel ranks in words; shapes are of whole matrices. Empty without."""
     exchanges: str = ""
-    """How those ranks exchange rows of each size, as measured; empty before the second step on GPUs."""
+    """The measured exchange of rows of each size between tensor-parallel ranks; empty before the second step on GPUs."""
     gathered: str = ""
     """The choice of `reshard_after_forward = "auto"`, with its reason; else empty."""
     adapters: str = ""
@@ -76,7 +76,7 @@ class Description:
 
 
 def describe(model: nn.Module) -> Description:
-    """Which matrices of a transformed model run in FP8, why the others do not, and which kernels run."""
+    """Describes a transformed model: its matrices in FP8, the reasons for the others, and its kernels."""
     states = dict(states_of(model))
     find_head = getattr(model, "get_output_embeddings", None)  # Hugging Face's models name their heads differently
     head = find_head() if callable(find_head) else None

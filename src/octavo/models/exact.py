@@ -28,7 +28,7 @@ _SWITCHES = {"gradient_checkpointing": "gradient checkpointing", "grad_checkpoin
 _ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
 """Attention implementations that compute the same function; a registered one may not (context parallelism, custom masks)."""
 _EXPERTS = (None, "eager", "batched_mm", "grouped_mm", "deepgemm", "sonicmoe")
-"""Likewise for experts."""
+"""Implementations of experts that compute the same function."""
 
 
 def tie_again(model: nn.Module) -> None:

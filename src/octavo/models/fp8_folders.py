@@ -28,7 +28,7 @@ DEQUANTISE = (
     " give the original model in bf16."
 )
 Shape = Literal["tensor", "channel", "block"]
-"""Which weights share a scale: all, those of an output channel, or those of a block."""
+"""The weights that share a scale: all, those of an output channel, or those of a block."""
 SCALES = ("weight_scale", "weight_scale_inv")
 _ACTIVATION_SCALES = ("input_scale", "activation_scale")
 _CACHE_SCALE = re.compile(r"\.(k_scale|v_scale|q_scale|kv_scale|prob_output_scale|[kv]_proj\.output_scale)$")

@@ -47,7 +47,7 @@ class GenerationFile:
         return self if found == self.values else GenerationFile(json.dumps(found, indent=2) + "\n", found)
 
     def ids(self) -> list[str]:
-        """Its keys with token ids, in order."""
+        """The file's keys with token ids, in order."""
         return [key for key, value in self.values.items() if (key in _IDS or key.endswith("_token_id")) and value is not None]
 
     def accepted(self) -> tuple[GenerationFile, dict[str, str]]:
@@ -109,7 +109,7 @@ def load_generation_config(source: str) -> GenerationFile | None:
 
 
 def _fault(values: Mapping[str, Any]) -> str:
-    """Why transformers refuses these values; empty if it does not."""
+    """The reason why transformers refuses these values; empty if it does not."""
     try:
         GenerationConfig.from_dict(copy.deepcopy(dict(values)))
     except Exception as error:  # several exception types of transformers

@@ -285,7 +285,7 @@ class PretrainedInterface(nn.Module):
 
     @property
     def name_or_path(self) -> str:
-        """Where the config came from."""
+        """The source of the config, a folder or a name on the Hub."""
         return str(getattr(self.config, "_name_or_path", ""))
 
     @property

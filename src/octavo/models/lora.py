@@ -38,7 +38,7 @@ _ATTACHED = "octavo_lora"
 
 @dataclass(frozen=True)
 class Adapted:
-    """Which parameters a model with adapters trains.
+    """The trained parameters of a model with adapters.
 
     Attributes:
         options: the options that the model was built with.
@@ -320,7 +320,7 @@ def _matches_nothing(pattern: str, possible: Sequence[str], others: Iterable[str
 
 
 def _half_of(module: str, pattern: str) -> set[bool] | None:
-    """Which halves of a stack of experts a pattern of expert matrices' names matches; None for no match.
+    """The halves of a stack of experts that a pattern of expert matrices' names matches; None for no match.
 
     For gate and up: {False} for the gate, {True} for up, or both. For down, which has no halves: an empty set.
     """

@@ -83,7 +83,7 @@ class ResizedWeights(Weights):
         return None if name in self.resized else self._weights.fp8(name)
 
     def in_fp8(self, name: str) -> bool:
-        """As of the tensor without new rows."""
+        """True if the tensor without new rows is in FP8."""
         return self._weights.in_fp8(name)
 
     def _mean(self, name: str, rows: int) -> Tensor:

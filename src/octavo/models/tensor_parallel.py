@@ -1,4 +1,4 @@
-"""How a decoder's parameters are split over a tensor group, and which decoders can be split.
+"""The split of a decoder's parameters over a tensor group, and checks that a decoder can be split.
 
 A rank has H / n query heads with their key-value heads, F / n rows of gate and of up, and an equal part of the vocabulary,
 which is padded with rows of zeros. Checkpoints have the whole parameters (`octavo.collectives.blocks`).

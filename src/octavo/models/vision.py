@@ -71,7 +71,7 @@ def is_vision_transformer(model: nn.Module) -> bool:
 
 
 def original_code_reason(model: nn.Module) -> str:
-    """Why a `VisionTransformer` retains timm's blocks; empty if Octavo's compute the same."""
+    """The reason why a `VisionTransformer` retains timm's blocks; empty if Octavo's compute the same."""
     blocks = model.get_submodule("blocks")
     if type(blocks) is not nn.Sequential:
         return f"blocks is a {type(blocks).__name__}"

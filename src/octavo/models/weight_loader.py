@@ -219,7 +219,7 @@ def _of_parts(parts: Sequence[tuple[str, int, int]], start: int, rows: int) -> I
 def _not_as_stored(
     parts: Sequence[tuple[str, int, int]], there: Mapping[str, Fp8Source], *, block: bool, power_of_two: bool
 ) -> str:
-    """Why a matrix of these parts cannot reuse the bytes and scales of its sources; empty if it can."""
+    """The reason why a matrix of these parts cannot reuse the bytes and scales of its sources; empty if it can."""
     if len(there) < len({source for source, _, _ in parts}):
         return "parts of which only some are in FP8"
     matrices = [found.matrix for found in there.values()]

@@ -292,7 +292,7 @@ Tracker = Callable[[], Any]
 
 
 class Creation(TypedDict, total=False):
-    """How the parameters of a layer with two products are created; PyTorch's defaults for absent keys."""
+    """Arguments that create the parameters of a layer with two products; absent keys have PyTorch's defaults."""
 
     init_method: Init | None
     output_layer_init_method: Init | None

@@ -62,7 +62,7 @@ class Joint(NamedTuple):
         gemm.add_mm_(y, reduced, self.b.t())
 
     def gradients(self, dy: Tensor, x: Tensor, reduced: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of `reduced` [M, R], of a [R, K] and of b [N, R]; those of both matrices in float32, or float64."""
+        """Gradients of `reduced` [M, R], a [R, K] and b [N, R], from dy [M, N] and x [M, K]; of a and b in float32 (float64)."""
         wide = torch.promote_types(x.dtype, torch.float32)
         d_reduced = _narrow_mm(dy, self.b, x.dtype)
         return d_reduced, _narrow_mm(d_reduced.t(), x, wide), _narrow_mm(dy.t(), reduced, wide)
@@ -90,7 +90,7 @@ class Adapters(nn.Module):
     tensor: TensorGroup | None = None
     """The ranks that hold other rows or columns of the parameter."""
     by_columns = False
-    """These ranks hold columns."""
+    """True if those ranks hold columns."""
     shared_rows: Mapping[str, int] = {}
     """Name → rows of a B, the last, that other ranks of the group hold too."""
 

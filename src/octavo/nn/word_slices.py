@@ -21,7 +21,7 @@ def cross_entropy_of_slices_(
     fp8: Tensor | None,
     words: Words,
 ) -> tuple[Tensor, Gradient | None]:
-    """As `octavo.kernels.cross_entropy.cross_entropy_`, for logits [N, V / n]: the loss over all words, the gradient of this
+    """`octavo.kernels.cross_entropy.cross_entropy_` for logits [N, V / n]: the loss over all words, the gradient of this
     rank's.
 
     Columns behind `words.number` are padding, whose gradient is 0. Collective.

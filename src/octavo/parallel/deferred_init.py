@@ -214,7 +214,7 @@ class Load(Protocol):
 
     @property
     def names(self) -> Collection[str]:
-        """Its parameters and buffers."""
+        """The model's parameters and buffers."""
 
     def __call__(self, name: str, out: Tensor, start: int) -> None:
         """Fill `out` with the rows from `start` on of the named tensor."""

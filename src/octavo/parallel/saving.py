@@ -31,7 +31,7 @@ WHOLE_STATE = (
     "torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
     "options=StateDictOptions(full_state_dict=True, cpu_offload=True)), called on every rank, gives rank 0 whole tensors"
 )
-"""How to get the weights of any sharded model under its names."""
+"""A call that returns the weights of any sharded model under its names."""
 _METHODS = ("save_pretrained", "push_to_hub")
 
 

@@ -44,7 +44,7 @@ class Fp8Rows(Protocol):
 
     @property
     def reason(self) -> str:
-        """Why they do not fit; empty if they do."""
+        """The reason why bytes and scales do not fit; empty if they do."""
 
     @property
     def data(self) -> Tensor | None:

@@ -168,7 +168,7 @@ def cached_timings(
 
 
 def reason_to_exclude(shape: LinearShape, timing: Timing, dtype: torch.dtype) -> str:
-    """Why to exclude a layer of this shape from FP8; empty if FP8 is faster."""
+    """The reason to exclude a layer of this shape from FP8; empty if FP8 is faster."""
     if timing.fp8 < timing.high_precision:
         return ""
     name, slower = short_name(dtype), _microseconds(timing.high_precision)

@@ -36,7 +36,7 @@ def records(config: RunConfig, model: nn.Module, world: int, kind: str) -> bool:
 
 
 def _why_eager(config: RunConfig, model: nn.Module, world: int) -> str | None:
-    """Why "auto" runs the steps eagerly."""
+    """The reason why "auto" runs the steps eagerly; None if it records them."""
     if (reason := next(_reasons(config, model, world), None)) is not None:
         return reason
     if config.data.packing == "documents":
@@ -45,7 +45,7 @@ def _why_eager(config: RunConfig, model: nn.Module, world: int) -> str | None:
 
 
 def _plain_attention(config: RunConfig, model: nn.Module) -> str | None:
-    """Why attention of packed documents would run in plain PyTorch in a graph; None if a kernel computes it."""
+    """The reason why a graph would run attention of packed documents in plain PyTorch; None if a kernel computes it."""
     if config.data.packing != "documents" or not isinstance(model, Decoder):
         return None
     absent, dim = flash.missing(), model.spec.head_dim

@@ -105,7 +105,7 @@ class RunPlan:
 
     @property
     def build_options(self) -> BuildOptions:
-        """How the run's model is built."""
+        """The options by which the run's model is built."""
         return replace(build_options(self.config, blocks=self.blocks), excluded=self.excluded)
 
     @functools.cached_property
@@ -450,7 +450,7 @@ def _fp8_head(model: torch.nn.Module, recipe: Recipe) -> bool | Literal["backwar
 
 
 def _without_fp8_layers(model: torch.nn.Module, recipe: Recipe, hf_config: Any) -> str:
-    """Why no matrix runs in FP8; empty if one does."""
+    """The reason why no matrix runs in FP8; empty if one does."""
     states = [state for _, state in states_of(model)]
     if any(state.under(recipe) is not None for state in states):
         return ""
@@ -463,7 +463,7 @@ def _without_fp8_layers(model: torch.nn.Module, recipe: Recipe, hf_config: Any) 
 
 
 def choose_fp8(config: Fp8Config, recipe: Recipe, hardware: Device, *, native: bool) -> tuple[bool, str]:
-    """Whether FP8 is used on this device, and a note about it."""
+    """(True if FP8 is used on this device, a note about it)."""
     scaling = f"{recipe.name} scaling" + (f", {config.format}" if "format" in KEYS_OF_RECIPES[config.recipe] else "")
     if config.enabled is False:
         return False, "FP8 is off (fp8.enabled = false)"

@@ -40,7 +40,7 @@ def check_tensor(config: RunConfig, degrees: Degrees, model: nn.Module) -> None:
 
 
 def tensor_fault(spec: ModelSpec, degree: int, *, spread: bool) -> str:
-    """Why `degree` tensor-parallel ranks cannot split a decoder; empty if they can. spread: its experts are whole."""
+    """The reason why `degree` tensor-parallel ranks cannot split a decoder, or "". spread: its experts are whole."""
     try:
         parts.check_tensor(spec, degree, spread=spread)
     except InputError as error:

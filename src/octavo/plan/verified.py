@@ -55,7 +55,7 @@ def verified_keys(config: RunConfig) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of Octavo, and of PyTorch without the name of a build, as a laptop's is for CPUs and a cluster's for GPUs."""
+    """Versions of Octavo and of PyTorch, the latter without its build: for CPUs on a laptop, for GPUs on a cluster."""
     return {"version": __version__, "torch": importlib.metadata.version("torch").partition("+")[0]}
 
 

@@ -149,7 +149,7 @@ def check_output(path: Path) -> None:
 
 
 def _foreign(path: Path) -> str:
-    """What is wrong with a folder that has foreign files; "" for an empty one, or one with a run's first files."""
+    """The fault of a folder with foreign files; "" for an empty one, or one with a run's first files."""
     names = [entry.name + "/" * entry.is_dir() for entry in sorted(path.iterdir())]
     others = [name for name in names if not any(fnmatch(name.rstrip("/"), known) for known in _BEFORE_A_RUN)]
     if not others:

@@ -81,7 +81,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def lacking(path: Path, steps: int) -> str:
-    """What is wrong with a run's metrics that lack the record of step `steps`, and the remedy."""
+    """The fault of a run's metrics that lack the record of step `steps`, with the remedy."""
     lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
     damaged = [n for n, line in enumerate(lines, start=1) if not line.endswith(b"\n") or _record(line) is None]
     where = f"line {damaged[-1]} of {path} is cut or damaged" if damaged else f"{path} has {len(lines)} lines"

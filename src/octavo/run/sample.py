@@ -59,7 +59,7 @@ _ANSWER = "answer"
 
 @dataclass(frozen=True)
 class _Choice:
-    """How tokens are chosen; temperature 0: the most probable one."""
+    """The choice of tokens; temperature 0: the most probable one."""
 
     temperature: float
     top_p: float

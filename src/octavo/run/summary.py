@@ -38,7 +38,7 @@ class Summary:
     tokens_per_second: float
     seconds: float
     validation_losses: Mapping[str, float] = field(default_factory=dict)
-    """Of the sets of `data.validation`, by name."""
+    """Name of a set in `data.validation` → its loss."""
 
 
 @dataclass(frozen=True)

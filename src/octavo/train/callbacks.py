@@ -101,7 +101,7 @@ class Events:
     """Events without listeners, as in the run without FP8 of `train.compare_bf16`."""
 
     samples = False
-    """Whether samples of text are shown."""
+    """True if samples of text are shown."""
 
     def started(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Model and optimizer are ready, restored from a checkpoint if there is one."""

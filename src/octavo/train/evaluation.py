@@ -84,7 +84,7 @@ def check_function(function: Any, key: str) -> None:
 
 
 def never_runs(function: Callable[..., Any]) -> str:
-    """Why a call would not run the function, such as "is async, …"; empty if it would."""
+    """The reason why a call would not run the function, such as "is async, …"; empty if it would."""
     if inspect.iscoroutinefunction(function):
         return "is async, and nothing would wait for it"
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):

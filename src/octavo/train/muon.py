@@ -40,7 +40,7 @@ EPS = 1e-7
 """Lower bound of the norm by which a matrix is divided."""
 
 Scale = Literal["match_rms_adamw", "original"]
-"""How the rate depends on a matrix's shape [rows, columns], as `adjust_lr_fn` of `torch.optim.Muon`."""
+"""Dependence of the rate on a matrix's shape [rows, columns], as `adjust_lr_fn` of `torch.optim.Muon`."""
 
 
 def scale_of(scale: Scale, rows: int, columns: int) -> float:

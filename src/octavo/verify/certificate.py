@@ -227,7 +227,7 @@ def other_layout(degrees: Degrees, spec: ModelSpec, assignment: Assignment = "la
 
 
 def assignment_of(config: RunConfig) -> Assignment:
-    """How the run's routers assign tokens to experts."""
+    """The assignment of tokens to experts by the run's routers."""
     asked = config.moe.moe_load_balancing
     return asked if asked in ("sinkhorn", "balanced") else "largest"
 

@@ -17,7 +17,7 @@ _COMMAND = re.compile(r"^(\s*)(?:[%!?]|[\w, ]+=\s*[%!]|[\w.]+\?\??\s*$).*$")
 _PYTHON_CELLS = ("time", "timeit", "capture", "prun", "debug", "python", "python3")
 """Magics (`%%name`) of cells with Python."""
 _APART = ("timeit", "python", "python3")
-"""Those whose cell runs any number of times or in another process, and binds no names of the notebook."""
+"""Magics whose cell runs any number of times or in another process, and binds no names of the notebook."""
 _OTHER_CELLS = (
     "writefile", "html", "HTML", "javascript", "js", "markdown", "latex", "svg", "SVG", "bash", "sh", "script", "system", "sx",
     "!", "perl", "ruby",

@@ -180,7 +180,7 @@ def run(started: Job, logs: Any) -> None:
 
 
 def _without_traceback(interrupt: KeyboardInterrupt) -> None:
-    """If nothing catches `interrupt`, end the process with exit code 130 and no traceback: the job's message is printed."""
+    """End the process with exit code 130 and no traceback unless `interrupt` is caught: the job's message is printed."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -103,7 +103,7 @@ def separated(state: Any, of: Among, place: str | None) -> Any:
 
 
 def replicas_of_part(value: Tensor) -> list[list[int]]:
-    """Of each replica, the ranks that hold shards of this tensor rank's part or of whole experts, in order."""
+    """The ranks of each replica that hold shards of this tensor rank's part or of whole experts, in order."""
     held, ranks = as_held(value), world.state
     replicas = replicas_of(held)
     if not _is_spread(held):

@@ -140,7 +140,7 @@ def check_fp8_support() -> tuple[bool, str]:
 
 
 def check_fp8_block_scaling_support() -> tuple[bool, str]:
-    """As `check_fp8_support`: Octavo's block scaling runs wherever FP8 does."""
+    """`check_fp8_support`: Octavo's block scaling runs wherever FP8 does."""
     return check_fp8_support()
 
 
@@ -175,7 +175,7 @@ def is_fp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
 
 
 def is_fp8_block_scaling_available(return_reason: bool = False) -> bool | tuple[bool, str]:
-    """As `is_fp8_available`: Octavo's block scaling runs wherever FP8 does."""
+    """`is_fp8_available`: Octavo's block scaling runs wherever FP8 does."""
     return check_fp8_block_scaling_support() if return_reason else check_fp8_block_scaling_support()[0]
 
 

@@ -41,7 +41,7 @@ class Split(HighPrecisionResults, Parts, Products):
     way = "without parameters_split"
 
     def reset_parameters(self, defer_init: bool | None = False) -> None:
-        """As in the other layers."""
+        """Initialize each part, as `Resettable.reset_parameters` does for other layers."""
         if not defer_init:
             self.take_from_meta()
             Parts.reset_parameters(self)

@@ -42,7 +42,7 @@ def enabled() -> bool:
 
 @functools.cache
 def missing() -> str | None:
-    """Why Hopper GPUs cannot use FlashAttention-4 here; None if they can."""
+    """The reason why Hopper GPUs cannot use FlashAttention-4 here; None if they can."""
     try:
         version = importlib.metadata.version("flash-attn-4")
     except importlib.metadata.PackageNotFoundError:
