@@ -28,7 +28,7 @@ class Joins:
         self._of: dict[tuple[dist.ProcessGroup, torch.device], _Memory | str] = {}
 
     def largest_(self, amaxes: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """The largest of all ranks' amaxes, float32 and contiguous, in place. Collective."""
+        """The largest of all ranks' amaxes, float32 [n] or [], contiguous, in place. Collective."""
         memory = self._memory(amaxes, group)
         if memory is None:
             dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=group)
@@ -37,7 +37,7 @@ class Joins:
         return amaxes
 
     def scale(self, amaxes: Tensor, groups: Sequence[dist.ProcessGroup], fp8_max: float, power_of_two: bool) -> Tensor:
-        """Scales of the maxima over all groups; replaces `amaxes` by the maxima, in place. Collective."""
+        """Scales [n] or [] of the maxima over all groups; `amaxes`, of their shape, becomes the maxima in place. Collective."""
         for group in groups[:-1]:
             self.largest_(amaxes, group)
         for group in groups[-1:]:

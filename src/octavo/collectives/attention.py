@@ -128,6 +128,8 @@ def check_heads(heads: int, groups: int, ranks: int) -> None:
 
 
 class _AllGather(torch.autograd.Function):
+    """`context_attention` by "all_gather": q [B, L, H, D], k and v [B, L, G, D] → [B, L, H, D]. Saves no other rank's keys."""
+
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor:
         context, pattern, split, scale = call
@@ -184,7 +186,7 @@ class _AllGather(torch.autograd.Function):
 def gather_ahead(result: Tensor, attended: Tensor) -> None:
     """Start the gather for the backward of `attended` as soon as `result`, computed from it, gets a gradient.
 
-    attended: the result of `context_attention`, or a view of it. No effect with another exchange or without gradients.
+    attended: [B, L, H, D] of `context_attention`, or a view of it. No effect with another exchange or without gradients.
     """
     node: Any = attended.grad_fn
     for _ in range(5):  # through views and copies
@@ -289,6 +291,8 @@ class _Chunks:
 
 
 class _Ring(torch.autograd.Function):
+    """`context_attention` by "p2p": q [B, L, H, D], k and v [B, L, G, D] → [B, L, H, D]. Saves no other rank's keys."""
+
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor:
         context, pattern, split, scale = call
@@ -346,6 +350,8 @@ def _pass_on(context: ContextGroup, x: Tensor) -> Pending[Tensor]:
 
 
 class _HeadsForTokens(torch.autograd.Function):
+    """`context_attention` by "a2a": q [B, L, H, D], k and v [B, L, G, D] → [B, L, H, D]. Saves H / n heads of all tokens."""
+
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor:
         context, pattern, _, scale = call

@@ -51,7 +51,10 @@ def backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, context: ContextGroup, split: Split, scale: float,
     started: list[Pending[Tensor]],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k and v, in their dtype. started: the pending gather of k and v, if started; emptied."""
+    """Gradients of q [B, L, H, D], k and v [B, L, G, D], in their dtype; d_out and out [B, L, H, D], lse [B, H, L].
+
+    started: the pending gather of k and v, if started; emptied.
+    """
     ahead = bool(started)
     gathering = started.pop() if ahead else start_gather(joint(k, v), context.group)
     chunk, (rank, last) = split.chunk, split.chunks()

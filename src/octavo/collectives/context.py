@@ -63,7 +63,9 @@ class ContextGroup(Ranks):
         return Split(self.rank, self.size, tokens)
 
     def split(self, x: Tensor, dim: int = 1) -> Tensor:
-        """This rank's tokens of `x`, which has whole sequences along `dim`; differentiable. On one rank `x` itself.
+        """This rank's tokens of `x`, which has whole sequences along `dim`: [..., T, ...] → [..., T / n, ...]; differentiable.
+
+        On one rank `x` itself.
 
         Raises:
             InputError: `x` has no dimension `dim`, or on several ranks cannot be cut into 2n equal chunks along it.
@@ -75,7 +77,7 @@ class ContextGroup(Ranks):
         return torch.cat([x.narrow(dim, number * split.chunk, split.chunk) for number in split.chunks()], dim)
 
     def gather(self, x: Tensor, dim: int = 1) -> Tensor:
-        """The inverse of `split`, on every rank. Collective.
+        """The inverse of `split`, on every rank: [..., T / n, ...] → [..., T, ...]. Collective.
 
         In backward each rank takes its part of the gradient, since all ranks compute the same from the whole.
 
@@ -107,7 +109,7 @@ class ContextGroup(Ranks):
 
 
 def same_numbers(group: dist.ProcessGroup | None, *tensors: Tensor | None) -> Tensor:
-    """`ContextGroup.same` of the ranks of a group; True without one."""
+    """`ContextGroup.same` of the ranks of a group, bool []; True without one."""
     device = next(x.device for x in tensors if x is not None)
     digest = torch.zeros((), dtype=torch.int64, device=device)
     for x in tensors:
@@ -175,17 +177,19 @@ def _digest(x: Tensor) -> Tensor:
 
 
 def in_order(parts: Tensor | list[Tensor], dim: int) -> Tensor:
-    """The ranks' tensors, each of two chunks along `dim`, as one tensor with the chunks in the order of the sequence."""
+    """The ranks' tensors [..., T / n, ...], each of two chunks along `dim`, as [..., T, ...] in the order of the sequence."""
     return torch.cat(chunks_in_order(parts, dim), dim)
 
 
 def chunks_in_order(parts: Tensor | list[Tensor], dim: int) -> list[Tensor]:
-    """The chunks of the ranks' tensors, two of each along `dim`, in the order of the sequence."""
+    """The chunks [..., T / 2n, ...] of the ranks' tensors, two of each along `dim`, in the order of the sequence."""
     first, second = zip(*[part.chunk(2, dim) for part in parts], strict=True)
     return [*first, *reversed(second)]
 
 
 class _Gather(torch.autograd.Function):
+    """`ContextGroup.gather`: [..., T / n, ...] → [..., T, ...]; the gradient is this rank's part."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, context: ContextGroup, dim: int) -> Tensor:
         ctx.context, ctx.dim = context, dim
@@ -197,6 +201,8 @@ class _Gather(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
+    """`summed`: an all-reduce of `part`, any shape; the gradient of the sum is that of the part."""
+
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
         total = part.clone()

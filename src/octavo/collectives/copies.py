@@ -160,7 +160,7 @@ class Exchange:
 
     @contextlib.contextmanager
     def blocks(self) -> Iterator[dict[int, Tensor]]:
-        """Context with the other ranks' blocks, to be read on the current stream."""
+        """Context with the other ranks' blocks, rank → tensor of the exchange's shape, to be read on the current stream."""
         if self._moved is not None:
             yield self._moved
             return

@@ -345,7 +345,7 @@ def narrowed(leading: Sequence[int], ranks: int) -> tuple[int, ...]:
 
 
 class _Exchanged(torch.autograd.Function):
-    """Applies one collective to the rows of x in forward, and another to those of the gradient.
+    """Applies one collective to the rows of x [B, T, …] or [B, T / n, …] in forward, and another to those of the gradient.
 
     dtype: of the result; None: that of x.
     """
@@ -367,6 +367,8 @@ class _Exchanged(torch.autograd.Function):
 
 
 class _Words(torch.autograd.Function):
+    """x [B, T, C] of each rank → the first `number` of their columns side by side, [B, T, number]; gradient: this rank's."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, tensor: TensorGroup, number: int) -> Tensor:
         ctx.tensor, ctx.columns = tensor, x.shape[-1]
@@ -381,7 +383,7 @@ class _Words(torch.autograd.Function):
 
 
 class _Dropped(torch.autograd.Function):
-    """x times a mask: bool, multiplied by `scale`, or float factors. Only the mask is saved."""
+    """x times a mask of its shape: bool, multiplied by `scale`, or float factors. Only the mask is saved."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mask: Tensor, scale: float | None) -> Tensor:
@@ -419,6 +421,8 @@ class _Replicated(torch.autograd.Function):
 
 
 class _Shared(torch.autograd.Function):
+    """Identity on a parameter [N, …]; the gradients of its last `rows` rows are summed over the ranks of `sharing`."""
+
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, tensor: TensorGroup, rows: int) -> Tensor:
         ctx.tensor, ctx.rows = tensor, rows

@@ -12,7 +12,7 @@ from octavo.collectives.blocks import BlockTensor, local_of
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
-    """The whole of a tensor on every rank. Collective if ranks hold parts."""
+    """The whole of a tensor on every rank: each rank's rows [n, …] or block → [N, …]. Collective if ranks hold parts."""
     if isinstance(tensor, BlockTensor):
         return _joined(tensor)
     if not isinstance(tensor, DTensor):

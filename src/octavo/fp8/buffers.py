@@ -119,8 +119,9 @@ class Slot:
         return self.buffer.history[:, self.entries]
 
     def present(self) -> tuple[Tensor, Tensor]:
-        """Views of the scale (NaN for entries without an amax) and `amax`, cached: a view costs the host microseconds per
-        cast."""
+        """Views of the scale (NaN for entries without an amax) and `amax`, [] or [count]; cached: a view costs the host
+        microseconds per cast.
+        """
         history = self.buffer.history
         if self._of is not history:  # the buffer has grown
             self._of, self._views = history, (self.buffer.scale[self.entries], history[0, self.entries])

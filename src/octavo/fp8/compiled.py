@@ -18,7 +18,7 @@ from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer, of_one
 def cast_delayed(
     x: Tensor, position: Tensor, dtype: torch.dtype, fp8_max: float, record: bool, native: bool, columnwise: bool
 ) -> QuantizedTensor:
-    """Cast a matrix in compiled code with the scale of the slot at `position`, rowwise and optionally columnwise.
+    """Cast x [R, C] in compiled code with the scale of the slot at `position` [2]: rowwise, and optionally columnwise [C, R].
 
     native: an entry without a scale uses Octavo's first scale (`octavo.fp8.first_scale`).
     """

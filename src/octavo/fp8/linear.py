@@ -40,7 +40,7 @@ SAVED = 2 * _PARTS
 
 
 def operands(saved: Sequence[Tensor | None], use: int = 0) -> tuple[QuantizedTensor, QuantizedTensor]:
-    """Input and weight of a product, as `LinearGemms.saved` gave them; use: index of it where those of several follow."""
+    """Input [M, K] and weight [N, K] of a product, as `LinearGemms.saved` gave them; use: index of it where those of several follow."""
     first = SAVED * use
     return QuantizedTensor(*saved[first : first + _PARTS]), QuantizedTensor(*saved[first + _PARTS : first + SAVED])
 
@@ -73,7 +73,7 @@ class LinearGemms(LinearQuantizer):
     def recomputed_output(
         self, x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None
     ) -> tuple[Tensor, QuantizedTensor, QuantizedTensor]:
-        """The output from saved operands (`recomputes_output`), and these in the layouts of the gradients."""
+        """The output [M, N] from saved operands (`recomputes_output`), and these in the layouts of the gradients."""
         w = self.restored_weight(w, rowwise=True)
         y = self.output(x, w, bias)
         if not self.wants_weight:

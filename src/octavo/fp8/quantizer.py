@@ -230,7 +230,7 @@ class LinearQuantizer:
         return self.session is not None and self.session.number >= slot.buffer.begun_from[slot.index]
 
     def input(self, producer: Producer, *, rowwise: bool = True) -> QuantizedTensor:
-        """The input, rowwise for the output and columnwise for the weight gradient."""
+        """The input [M, K], rowwise for the output and columnwise [K, M] for the weight gradient."""
         columnwise, save_scale = self.wants_weight and self.grads and not self.recasts, self.recasts and self.grads
         if self.recomputes_output and repeats_input(self.recipe):
             columnwise = False  # backward transposes the rowwise layout, which is saved for the output
@@ -251,7 +251,7 @@ class LinearQuantizer:
         return Quantizer(kind.dtype, kind.max, self._input_scale, rowwise=False, columnwise=True)
 
     def weight(self, weight: Tensor, *, rowwise: bool = True, columnwise: bool = False, cache: bool = True) -> QuantizedTensor:
-        """The weight, rowwise for the output and columnwise for the input gradient; both if it is used more than once.
+        """The weight [N, K]: rowwise for the output, columnwise [K, N] for the input gradient, both if used more than once.
 
         cache: cache the layouts that backward reads. Otherwise it recasts the weight, as under activation checkpointing,
         offloading and FSDP, and where it recomputes the output.
@@ -296,9 +296,9 @@ class LinearQuantizer:
         return w
 
     def saved(self, x: QuantizedTensor, w: QuantizedTensor, weight: Tensor) -> tuple[Tensor | None, ...]:
-        """Entries of `save_for_backward`: the parts of both operands that backward reads. `operands` is the inverse.
+        """Entries of `save_for_backward`: the parts of x [M, K] and w [N, K] that backward reads; inverse: `operands`.
 
-        weight: the parameter, which takes no extra memory. It is saved if `w` has no columnwise layout.
+        weight: the parameter [N, K], which takes no extra memory. It is saved if `w` has no columnwise layout.
         """
         if not self.recomputes_output:
             if not self.wants_weight or self.recasts:
@@ -314,7 +314,7 @@ class LinearQuantizer:
         return *x, *w
 
     def restored_weight(self, saved: QuantizedTensor, *, rowwise: bool = False) -> QuantizedTensor:
-        """The saved weight for the input gradient and, with `rowwise`, for the output; a restored one is returned unchanged."""
+        """The saved weight [N, K] for the input gradient, and with `rowwise` for the output; a restored one is unchanged."""
         if self.state.stored is not None and saved.columnwise_data is None:
             return self.state.stored.operand(self.state, self.recipe, self.out_dtype, rowwise=rowwise, columnwise=True)
         if self.recipe is None:
@@ -332,7 +332,7 @@ class LinearQuantizer:
         return self._operand(saved.high_precision)(recast)
 
     def grad_output(self, producer: Producer, *, slot_index: Tensor | None = None) -> QuantizedTensor:
-        """The gradient of the output, rowwise for the input gradient and columnwise for the weight gradient.
+        """The output's gradient [M, N], rowwise for the input gradient and columnwise [N, M] for the weight gradient.
 
         slot_index: in compiled code, the tensor that `grad_output_slot` gave in forward.
         """
@@ -344,7 +344,7 @@ class LinearQuantizer:
         return dy
 
     def grad_output_slot(self) -> Tensor | None:
-        """The index of the output gradient's slot, which compiled code saves for backward; None without a history."""
+        """The index of the output gradient's slot, int64 [2], which compiled code saves for backward; None without history."""
         if self.recipe is None or not self.recipe.casts[Operand.GRAD_OUTPUT].delayed:
             return None
         return self.state.slot(Operand.GRAD_OUTPUT, self.recipe, self.device).position

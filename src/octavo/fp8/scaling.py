@@ -251,7 +251,10 @@ def weight_is_new(state: ModuleState) -> None:
 
 @torch.no_grad()
 def fill(slot: Slot, scale: Tensor, history: Tensor) -> None:
-    """Set a slot's scale (NaN: not begun) and history: a longer one is cut to its newest entries, a shorter one padded."""
+    """Set a slot's scale [] (NaN: not begun) and history [L]: a longer one is cut to its newest entries, a shorter one padded.
+
+    For a slot of experts: scale [count], history [L, count].
+    """
     copied = min(len(history), slot.buffer.policy.length) - 1
     slot.present()[0].copy_(scale)
     slot.buffer.know(slot.index, slot.begun)

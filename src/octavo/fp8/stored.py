@@ -133,14 +133,14 @@ class Stored:
 
     @torch.no_grad()
     def put(self, module: nn.Module, name: str, out: Tensor, data: Tensor, scale_inv: Tensor) -> None:
-        """Copy rows of bytes from a folder into `out`, and the scales of the whole matrix."""
+        """Copy rows of bytes [r, K] from a folder into `out`, uint8 [r, K], and the scales of the whole matrix."""
         out.copy_(data.view(torch.uint8))
         getattr(module, name + _BITS).copy_(scale_inv.contiguous().view(torch.int32))
 
     def operand(
         self, state: Any, recipe: Recipe | None, dtype: torch.dtype, *, rowwise: bool = True, columnwise: bool = False
     ) -> QuantizedTensor:
-        """The weight of a layer's state as operand: the stored bytes, or without a recipe their values in `dtype`.
+        """The weight [N, K] or [E, N, K] of a layer's state as operand: its bytes, or without a recipe values in `dtype`.
 
         Raises:
             InputError: the recipe casts weights otherwise than they are stored.

@@ -249,7 +249,7 @@ def outputs(logits: Tensor, grad_scale: Tensor | None, fp8: Tensor | None) -> Ou
 
 
 def result(out: Outputs, logits: Tensor, grad_scale: Tensor | None) -> tuple[Tensor, Gradient | None]:
-    """The sum of the rows' losses, and the gradient that a kernel has written over the logits, or in FP8."""
+    """The sum of the rows' losses, float32 [], and the gradient [N, V] that a kernel has written over the logits, or in FP8."""
     if grad_scale is None:
         return out.losses.sum(), None
     if out.fp8 is None:

@@ -201,7 +201,10 @@ class Product:
     def __call__(
         self, number: int, a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor] | None, bias: Tensor | None, out: Tensor
     ) -> Tensor:
-        """Launch algorithm `number` into `out`, on the current stream of the current device, which is the shape's."""
+        """Launch algorithm `number` into `out` [rows, columns], on the current stream of the shape's device, the current one.
+
+        a: [rows, summed]. b: [summed, columns]. scales: inverse scales of FP8 operands, float32 []. bias: [columns].
+        """
         algorithm = self.algorithms[number]
         # From PyTorch's allocator: no other stream shares it, and a CUDA graph holds a separate one.
         workspace = out.new_empty(algorithm.workspace, dtype=torch.uint8) if algorithm.workspace else None

@@ -185,7 +185,7 @@ def add_mm_(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
 def scaled_mm_of_each(
     a: Sequence[Operand], b: Sequence[Operand], biases: Sequence[Tensor | None], *, out_dtype: torch.dtype, precise: bool
 ) -> list[Tensor]:
-    """`scaled_mm` of each pair, one after the other, of sizes that change from step to step."""
+    """`scaled_mm`, a [M, K] · b [N, K]ᵀ → [M, N], of each pair, one after the other, of sizes that change from step to step."""
     return [
         scaled_mm(*one, *other, out_dtype=out_dtype, precise=precise, bias=bias, recurring=False)
         for one, other, bias in zip(a, b, biases, strict=True)
@@ -263,7 +263,7 @@ def _block_mm(a: Tensor, a_scale_inv: Tensor, b: Tensor, b_scale_inv: Tensor, ou
 
 @torch.library.custom_op("octavo::block_mm", mutates_args=())
 def block_mm(a: Tensor, a_scale_inv: Tensor, b: Tensor, b_scale_inv: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """`_block_mm` as one operator to a compiler: Inductor's template reads some layouts of the scales wrongly."""
+    """`_block_mm`, a [M, C] · b [N, C]ᵀ → [M, N], as one operator: Inductor's template misreads some layouts of the scales."""
     return _block_mm(a, a_scale_inv, b, b_scale_inv, out_dtype)
 
 

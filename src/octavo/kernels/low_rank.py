@@ -181,7 +181,7 @@ def _unpack(
 
 
 def packs(matrices: Sequence[Tensor], runs: Sequence[Run]) -> bool:
-    """True if one launch packs these adapters on their device: A and B in turn, contiguous, of one float dtype."""
+    """True if one launch packs these adapters on their device: A [r, K] and B [N, r] in turn, contiguous, of one dtype."""
     first = matrices[0]
     return (
         first.is_cuda

@@ -61,7 +61,7 @@ def cast(x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float) -> Tensor
 
 
 def transposed(x: Tensor) -> Tensor:
-    """xᵀ: a view; a copy in compiled code, which cannot save a view of a tensor that it also returns."""
+    """x [R, C] as [C, R]: a view; a copy in compiled code, which cannot save a view of a tensor that it also returns."""
     return x.t().clone(memory_format=torch.contiguous_format) if torch.compiler.is_compiling() else x.t()
 
 
@@ -105,7 +105,7 @@ def update_scales(history: Tensor, scale: Tensor, fp8_max: Tensor, *, algo: str,
 
 
 def gain(weight: Tensor, *, zero_centered: bool) -> Tensor:
-    """The factors of a norm, float32: weight, or 1 + weight."""
+    """The factors [C] of a norm, float32: weight, or 1 + weight."""
     weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
     return 1 + weight if zero_centered else weight
 
@@ -294,7 +294,7 @@ def embedding_backward(d_out: Tensor, ids: Tensor, words: int, padding: int | No
 
 
 def rope(x_BTHD: Tensor, cos_BTR: Tensor, sin_BTR: Tensor) -> Tensor:
-    """Rotate the two halves of each head's first R columns by the angles of its position, in float32; x's dtype."""
+    """x [B, T, H, D], the halves of each head's first R columns rotated by cos, sin [B or 1, T, R]; in float32, x's dtype."""
     x, rest = x_BTHD.tensor_split([cos_BTR.shape[-1]], -1)
     x = wide(x)
     first, second = x.chunk(2, -1)
@@ -304,7 +304,7 @@ def rope(x_BTHD: Tensor, cos_BTR: Tensor, sin_BTR: Tensor) -> Tensor:
 
 
 def rope_backward(d_BTHD: Tensor, cos_BTR: Tensor, sin_BTR: Tensor) -> Tensor:
-    """The gradient of `rope`'s x, float32, from that of its result."""
+    """The gradient of `rope`'s x, float32 [B, T, H, D], from that of its result."""
     (cos_1, cos_2), (sin_1, sin_2) = (table[:, :, None].chunk(2, -1) for table in (cos_BTR, sin_BTR))
     half = cos_1.shape[-1]
     first, second, rest = wide(d_BTHD).split([half, half, d_BTHD.shape[-1] - 2 * half], -1)
@@ -357,7 +357,7 @@ def attention(qkv_BTW: Tensor, heads: int, groups: int, scale: float) -> tuple[T
 def attention_backward(
     d_out: Tensor, qkv_BTW: Tensor, out: Tensor, lse: Tensor, heads: int, groups: int, scale: float
 ) -> Tensor:
-    """The gradient of `attention`'s joint product, in its dtype; out and lse are the results of `attention`, d_out like out."""
+    """The gradient [B, T, W] of `attention`'s joint product, in its dtype; out, lse: results of `attention`, d_out like out."""
     dtype = qkv_BTW.dtype
     q, k, v = _grouped_heads(qkv_BTW, heads, groups)
     d_o, o = (wide(x).unflatten(-1, (groups, heads // groups, -1)).permute(0, 2, 3, 1, 4) for x in (d_out, out))

@@ -91,7 +91,7 @@ class Conversion:
         return [(names[0], sum(lengths[:part]) * repeated, length) for part, length in enumerate(lengths)]
 
     def join(self, name: str, parts: tuple[Tensor, ...]) -> Tensor:
-        """A parameter from its source's tensors, in the order of `names`."""
+        """A parameter [rows, …] from its source's tensors, in the order of `names`."""
         match self.table.join(name):
             case None:
                 return parts[0]
@@ -107,7 +107,7 @@ class Conversion:
         return torch.cat(blocks, 1).flatten(0, 1)
 
     def split(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """The source's tensors of a parameter; none for a tied one."""
+        """The source's tensors of a parameter [rows, …]; none for a tied one."""
         if name in self.tied:
             return {}
         names = self.names(name)

@@ -140,7 +140,7 @@ def check_inputs(
     labels: Tensor | None,
     vocabulary: int,
 ) -> Tensor:
-    """Check the inputs and return `input_ids`; an InputError if one is missing or shapes disagree.
+    """Check the inputs, [samples, tokens], and return `input_ids`; an InputError if one is missing or shapes disagree.
 
     Ids are checked only on a CPU: on a GPU that would synchronise.
     """

@@ -231,7 +231,8 @@ def reader(model: Decoder, folder: str | Path) -> dict[str, Callable[[Tensor, in
 def merged(name: str, weight: Tensor, tensors: Mapping[str, Tensor], way: Conversion, found: Adapted) -> Tensor:
     """A frozen parameter with its adapters: W + scale · B · A in float32, rounded once to the dtype of W.
 
-    name: of the parameter, by its stored name. tensors: the adapters' by PEFT's names.
+    name: of the parameter, by its stored name. weight: W [N, K], or [E·N, K] of experts. tensors: the adapters', A [r, K] and
+    B [N, r], by PEFT's names; r times E for experts.
     """
     parts = way.split(name, weight)
     changed = {}

@@ -66,7 +66,7 @@ class ResizedWeights(Weights):
         self.optional = weights.optional
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Rows of a tensor; float32 if new rows are among them, which represents 16-bit values exactly."""
+        """Rows of a tensor [N, …]; float32 if new rows are among them, which represents 16-bit values exactly."""
         if name not in self.resized:
             return self._weights.read(name, start, stop)
         old, new = self._weights.shapes[name][0], self.shapes[name][0]

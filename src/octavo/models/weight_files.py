@@ -65,7 +65,7 @@ class Weights(ABC):
 
     @abstractmethod
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Rows `start` to `stop` of a tensor; the whole of a scalar. Weights stored in FP8 are returned as float32."""
+        """Rows `start` to `stop` of a tensor [N, …]; the whole of a scalar. Weights stored in FP8 are returned as float32."""
 
     def fp8(self, name: str) -> Fp8Source | None:
         """The bytes and scales of a tensor that its source stores in FP8; None for another."""

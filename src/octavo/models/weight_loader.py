@@ -131,7 +131,7 @@ class WeightLoader:
 
     @torch.no_grad()
     def __call__(self, name: str, out: Tensor, start: int) -> None:
-        """Fill `out` with the rows from `start` on of the named tensor, converted to its dtype and device."""
+        """Fill `out` [n, …] with the rows from `start` on of the named tensor [N, …], converted to its dtype and device."""
         parts = self._sources[name]
         if len(parts) == 1:  # `out` may be the source itself
             stop = start + (out.shape[0] if out.dim() else 1)

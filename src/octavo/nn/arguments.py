@@ -319,9 +319,9 @@ class Draws:
 
 
 def results(y: Tensor, bias: Tensor | None, *inputs: Tensor, return_bias: bool) -> Any:
-    """The results of a linear layer: y, or in Transformer Engine's order (y, the bias in y's dtype, the norm's output).
+    """The results of a linear layer: y [..., N], or in Transformer Engine's order (y, bias [N] in y's dtype, norm's output).
 
-    inputs: high-precision inputs of the layer's products, if returned; a norm's output comes first.
+    inputs: high-precision inputs of the layer's products, [..., K], if returned; a norm's output comes first.
     """
     more = [None if bias is None else bias.to(y.dtype)] if return_bias else []
     return (y, *more, *inputs) if more or inputs else y

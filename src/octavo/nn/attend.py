@@ -117,7 +117,7 @@ def attend(
 
 
 def backend(q: Tensor, k: Tensor, pattern: Pattern) -> str:
-    """Name of the kernel that `attend` uses without dropout, for reports."""
+    """Name of the kernel that `attend` uses for q [B, T, H, D], k [B, T, G, D] without dropout, for reports."""
     if not q.is_cuda:
         return "PyTorch on the CPU"
     if pattern.real_tokens is not None and pattern.window is not None:
@@ -194,6 +194,8 @@ def saved_by_attention(tokens: int, heads: int, groups: int, head_dim: int, elem
 
 
 class _Pieces(torch.autograd.Function):
+    """q [B, T, H, D], k and v [B, T, G, D] → [B, T, H, D] by kernels that give a log-sum-exp, which is saved."""
+
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float, handover: Handover | None) -> Tensor:
         packed = _packed(pattern)

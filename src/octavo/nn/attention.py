@@ -58,13 +58,15 @@ def merge_qkv(q: Tensor, k: Tensor, v: Tensor, groups: int) -> Tensor:
 
 
 def split_qkv(qkv: Tensor, heads: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The inverse of `merge_qkv`."""
+    """The inverse of `merge_qkv`: qkv [(H + 2G)·D, ...] → q [H·D, ...], k and v [G·D, ...]."""
     head_dim = qkv.shape[0] // (heads + 2 * groups)
     q, k, v = qkv.unflatten(0, (groups, -1)).split([heads // groups * head_dim, head_dim, head_dim], 1)
     return q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
 
 
 class _ShortAttentionFunction(torch.autograd.Function):
+    """`short_attention`: qkv [B, T, (H + 2G)·D] → [B, T, H·D]. Saves qkv, the result and its log-sum-exp."""
+
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, heads: int, groups: int, scale: float) -> Tensor:
         ctx.call = heads, groups, scale

@@ -35,7 +35,7 @@ class Words(Slice):
     tensor: TensorGroup
 
     def local(self, ids: Tensor) -> Tensor:
-        """Ids relative to this rank's first; `ELSEWHERE` for other ranks' words, `UNKNOWN` outside the vocabulary."""
+        """ids [...] relative to this rank's first; `ELSEWHERE` for other ranks' words, `UNKNOWN` outside the vocabulary."""
         local = (ids >= self.first) & (ids < self.first + self.number)
         known = (ids >= 0) & (ids < self.vocabulary)
         return torch.where(local, ids - self.first, torch.where(known, ELSEWHERE, UNKNOWN))
@@ -52,7 +52,7 @@ class SharedWeight:
     value: Tensor | None = None
 
     def of(self, weight: Tensor) -> Tensor:
-        """The values for the head with this weight: itself unless it is the embedding's parameter."""
+        """The values [V, K] for the head with this weight: itself unless it is the embedding's parameter."""
         return weight if self.value is None or weight is not self.parameter else self.value
 
 
@@ -111,6 +111,11 @@ def saved_by_embedding(tokens: int) -> int:
 
 
 class _EmbeddingFunction(torch.autograd.Function):
+    """Rows [..., K] of weight [V, K] for ids [...], and with `share` the weight as a second output, for a tied head.
+
+    partly: weight has this rank's words; other ranks' rows are 0, and rows of unknown ids NaN.
+    """
+
     @staticmethod
     def forward(
         ctx: Any, ids: Tensor, weight: Tensor, padding: int | None, dtype: torch.dtype, partly: bool, share: bool

@@ -98,7 +98,7 @@ class StackedAdapters(nn.Module):
         return self.adapter.lora_A, self.adapter.lora_B
 
     def operands(self) -> tuple[Tensor, Tensor]:
-        """A and B of this rank's experts, for an autograd function; replicated matrices sum gradients over tensor ranks."""
+        """A [E·r, K] and B [E·N, r] of this rank's E experts; gradients of replicated matrices are summed over tensor ranks."""
         a, b = (matrix.to_local() if isinstance(matrix, DTensor) else matrix for matrix in self.trained)
         if self.tensor is not None:
             whole = self.tensor.replicated(b if self.by_columns else a)
@@ -107,13 +107,13 @@ class StackedAdapters(nn.Module):
         return a, b
 
     def pairs(self, a: Tensor, b: Tensor, dtype: torch.dtype, routes: Routes) -> Pairs:
-        """The operands of products in `dtype`, with the adapters' rank padded by zeros for grouped products."""
+        """A [E, r, K] and scale · B [E, N, r] of `operands` in `dtype`, with r padded by zeros for grouped products."""
         count, more = len(routes.ends), -self.rank % gemm.ALIGNMENT if routes.tile == TILE else 0
         a, b = a.to(dtype).unflatten(0, (count, -1)), (b * self.scale).to(dtype).unflatten(0, (count, -1))
         return Pairs(functional.pad(a, (0, 0, 0, more)), functional.pad(b, (0, more))) if more else Pairs(a, b)
 
     def gradients(self, d_a: Tensor, d_b: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradients of `operands` from those of `pairs`."""
+        """Gradients of `operands`, [E·r, K] and [E·N, r], from d_a [E, r, K] and d_b [E, N, r] of `pairs`, with r padded."""
         return d_a[:, : self.rank].flatten(0, 1), d_b[..., : self.rank].flatten(0, 1) * self.scale
 
     def extra_repr(self) -> str:

@@ -150,7 +150,9 @@ class _Trip:
 
 
 class _ExpertsFunction(torch.autograd.Function):
-    """Permutation, first product, activation, second product, sum of copies.
+    """Permutation, first product, activation, second product, sum of copies: x [T, H] → [T, H].
+
+    scores [T, K]; weight_1 [E·F, H], or [E·2F, H] with a gate; weight_2 [E·H, F]; tokens, rows, experts, ends: of `Routes`.
 
     Dispatch overlaps the cast of the first weight, and in backward that of the second; the combine of the input's gradients
     overlaps the products of the weights' gradients. The combine of forward is exposed.

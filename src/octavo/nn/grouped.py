@@ -139,7 +139,10 @@ class GroupedLinear(nn.Module):
 
 
 class _GroupedLinearFunction(torch.autograd.Function):
-    """All experts; in FP8 casts and weight gradients run one expert after another."""
+    """All experts: x [M, K], weights [N, K] and then biases [N] of each → [M, N].
+
+    In FP8, casts and weight gradients run one expert after another.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gemms: GroupedGemms, *parameters: Tensor | None) -> Tensor:

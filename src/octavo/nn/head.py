@@ -261,6 +261,8 @@ def peak_bytes(
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
+    """`linear_cross_entropy`: hidden [N, K], weight [V, K], target [N] → float32 []. Forward saves both gradients."""
+
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, num_items: Tensor, objective: Objective,

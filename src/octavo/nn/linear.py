@@ -55,14 +55,17 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 
 def high_precision(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`torch.nn.functional.linear` of operands of one dtype, fast in bf16 on any CPU."""
+    """`torch.nn.functional.linear` of operands of one dtype, fast in bf16 on any CPU: x [..., K], weight [N, K] → [..., N]."""
     if gemm.widens(x):
         return _WideLinear.apply(x, weight, bias)
     return functional.linear(x, weight, bias)
 
 
 class _WideLinear(torch.autograd.Function):
-    """Products in float32 with results in the operands' dtype, as `gemm.widens` says; it saves the operands themselves."""
+    """x [..., K] · weight [N, K]ᵀ + bias [N] → [..., N], in float32 with results in the operands' dtype, as `gemm.widens` says.
+
+    It saves the operands themselves.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -141,7 +144,10 @@ def _with_repetition(*tensors: Tensor | None) -> QuantizedTensor:
 
 
 class _LinearFunction(torch.autograd.Function):
-    """FP8 products of operands that are already cast; in eager and in compiled code."""
+    """FP8 products of operands that are already cast: x [..., K], weight [N, K], bias [N] → y [..., N].
+
+    In eager and in compiled code. x_… and w_…: the fields of both operands' `QuantizedTensor`, of x as [M, K].
+    """
 
     @staticmethod
     def forward(
@@ -168,7 +174,10 @@ class _LinearFunction(torch.autograd.Function):
 
 
 class _NormLinearFunction(torch.autograd.Function):
-    """The residual stream, and the product or its heads; with `return_input` also the norm's output in the compute dtype."""
+    """h = residual + delta [..., K], and norm(h) · weight [N, K]ᵀ + bias [N] → [..., N], or its heads by `Rotation.split`.
+
+    With `return_input` also the norm's output [..., K] in the compute dtype.
+    """
 
     @staticmethod
     def forward(
@@ -225,7 +234,10 @@ class _NormLinearFunction(torch.autograd.Function):
 
 
 class _AdaptedLinearFunction(torch.autograd.Function):
-    """The product of a frozen weight with its adapters, whose matrices are the last arguments."""
+    """x [..., K] · (weight [N, K] with its adapters)ᵀ + bias [N] → [..., N]; weight and bias are frozen.
+
+    trained: the adapters' matrices, A [r, K] and B [n, r] in turn.
+    """
 
     @staticmethod
     def forward(
@@ -261,7 +273,10 @@ class _AdaptedLinearFunction(torch.autograd.Function):
 
 
 class _AdaptedNormLinearFunction(torch.autograd.Function):
-    """The residual stream, and the product of its norm with its adapters, or its heads; weight and bias are frozen."""
+    """`_NormLinearFunction` with adapters of a frozen weight and bias: h [..., K], and [..., N] or its heads.
+
+    trained: as in `_AdaptedLinearFunction`.
+    """
 
     @staticmethod
     def forward(
@@ -324,7 +339,10 @@ def pass_on(ctx: Any, h: Tensor) -> None:
 def norm_linear(
     residual: Tensor, delta: Tensor | None, norm: NormParameters, weight: Tensor, bias: Tensor | None, gemms: LinearGemms
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """residual + delta, the product of its norm, and the norm's output in the compute dtype, as one autograd function."""
+    """residual + delta [..., K], the product of its norm with weight [N, K], [..., N], and the norm's output [..., K].
+
+    The latter is in the compute dtype; all are computed by one autograd function.
+    """
     h, y, normed = _NormLinearFunction.apply(
         residual, delta, norm.weight, norm.bias, weight, bias, norm.form, gemms, None, True
     )
@@ -342,7 +360,7 @@ def saved_by_norm_linear(rows: int, shape: tuple[int, int], recipe: Recipe | Non
 
 
 def init_linear_(weight: Tensor, bias: Tensor | None, init_method: Init | None) -> None:
-    """Initial values: uniform within ±1/√fan_in as PyTorch's; with `init_method` its weight and a bias of zeros."""
+    """Initial values of weight [N, K] and bias [N], in place: PyTorch's, uniform within ±1/√K; or `init_method`'s and zeros."""
     if init_method is None:
         bound = 1 / math.sqrt(weight.shape[1]) if weight.shape[1] else 0.0
         nn.init.uniform_(weight, -bound, bound)

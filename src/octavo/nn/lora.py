@@ -62,7 +62,7 @@ class Joint(NamedTuple):
         gemm.add_mm_(y, reduced, self.b.t())
 
     def gradients(self, dy: Tensor, x: Tensor, reduced: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of `reduced` [M, R], a [R, K] and b [N, R], from dy [M, N] and x [M, K]; of a and b in float32 (float64)."""
+        """Gradients of `reduced` [M, R], a [R, K] and b [N, R] from dy [M, N], x [M, K]; of a and b in float32 (float64)."""
         wide = torch.promote_types(x.dtype, torch.float32)
         d_reduced = _narrow_mm(dy, self.b, x.dtype)
         return d_reduced, _narrow_mm(d_reduced.t(), x, wide), _narrow_mm(dy.t(), reduced, wide)

@@ -68,7 +68,10 @@ def deinterleave(gate_up: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _NormMlpFunction(torch.autograd.Function):
-    """The residual stream, the result, and the first `inputs` (0, 1 or 2) inputs of the two products in high precision."""
+    """h = residual + delta [..., K], and the MLP of its norm [..., N], with weight_1 [F or 2F, K] and weight_2 [N, F].
+
+    Returns also the first `inputs` (0, 1 or 2) of the products' inputs, [..., K] and [..., F], in high precision.
+    """
 
     @staticmethod
     def forward(
@@ -177,10 +180,10 @@ class _NormMlpFunction(torch.autograd.Function):
 
 
 class _AdaptedNormMlpFunction(torch.autograd.Function):
-    """The residual stream and the result of an MLP of frozen matrices, with adapters of one or both.
+    """`_NormMlpFunction` of frozen matrices with adapters of one or both: h [..., K] and the result [..., N].
 
     The activation's kernel reads the first product with its adapters, and stores the second's input in high precision beside
-    the FP8 operand. In backward no weight has a gradient, so that no operand is transposed.
+    the FP8 operand. In backward no weight has a gradient, so that no operand is transposed. trained: A and B of each adapter.
     """
 
     @staticmethod
@@ -271,7 +274,7 @@ class _AdaptedNormMlpFunction(torch.autograd.Function):
 
 
 class _ActivationFunction(torch.autograd.Function):
-    """The activation by its kernels, in the dtype of its input, which is all that is saved for backward."""
+    """The activation by its kernels: hidden [..., F or 2F] → [..., F] in its dtype; only `hidden` is saved for backward."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, curve: str, block: int) -> Tensor:

@@ -35,7 +35,7 @@ def _computes_in_float64(layer: nn.Module, x: Tensor) -> bool:
 def check_input(
     layer: nn.Module, *inputs: Tensor | None, size: int | None = None, dtypes: tuple[torch.dtype, ...] = FLOATS
 ) -> None:
-    """Raise an InputError for an unsupported dtype, or a wrong size of the last dimension.
+    """Raise an InputError for an unsupported dtype, or inputs that are not [..., `size`].
 
     With `size` all inputs must have one shape: a kernel would read a smaller one out of bounds.
     """
@@ -80,24 +80,24 @@ class NormForm(NamedTuple):
     zero_centered: bool = False
 
     def of(self, weight: Tensor, bias: Tensor | None) -> NormParameters:
-        """This form with parameters."""
+        """This form with parameters [K]."""
         return NormParameters(self.kind, weight, bias, self.eps, self.zero_centered)
 
 
 def normalize(of: NormParameters, x: Tensor) -> Tensor:
-    """The norm of `x` over its last dimension, float32, in differentiable PyTorch."""
+    """The norm of `x` [..., K] over K, float32, in differentiable PyTorch."""
     return reference.norm(of.kind, x, of.weight, of.bias, of.eps, zero_centered=of.zero_centered)[0]
 
 
 def reset_norm_(weight: Tensor, bias: Tensor | None, *, zero_centered: bool = False) -> None:
-    """Reset the parameters to no effect: a factor of 1, a bias of 0."""
+    """Reset weight and bias [K] to no effect: a factor of 1, a bias of 0."""
     nn.init.constant_(weight, 0.0 if zero_centered else 1.0)
     if bias is not None:
         nn.init.zeros_(bias)
 
 
 def promoted(residual: Tensor, delta: Tensor | None) -> Tensor:
-    """`residual` in the dtype of `residual + delta`: a float32 stream stays float32 if a layer returns bfloat16."""
+    """`residual` [..., K] in the dtype of `residual + delta`: a float32 stream stays float32 if a layer returns bfloat16."""
     return residual if delta is None else residual.to(torch.promote_types(residual.dtype, delta.dtype))
 
 
@@ -153,9 +153,9 @@ def saved_by_norm(rows: int, columns: int, element: int, kind: str) -> list[int]
 def backward_through_norm(
     ctx: Any, form: NormForm, d_normed: Tensor, h: Tensor, weight: Tensor, stats: Tensor, d_residual: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of residual, delta, weight and bias: the first four inputs of the autograd function whose context is `ctx`.
+    """Gradients of residual, delta [..., K], weight and bias [K]: the first four inputs of the autograd function of `ctx`.
 
-    d_normed: of the norm's result. h: residual + delta. d_residual: of h by other paths.
+    d_normed: [M, K], of the norm's result. h: residual + delta [..., K]. d_residual: [..., K], of h by other paths.
     """
     _, want_delta, want_weight, want_bias = ctx.needs_input_grad[:4]
     refuse_second_derivative("norms")
@@ -171,6 +171,8 @@ def backward_through_norm(
 
 
 class _NormFunction(torch.autograd.Function):
+    """The norm of residual + delta [..., K] → [..., K] in the residual's dtype. Saves the sum and its statistics."""
+
     @staticmethod
     def forward(
         ctx: Any, residual: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, form: NormForm
@@ -188,6 +190,8 @@ class _NormFunction(torch.autograd.Function):
 
 
 class _ResidualNormFunction(torch.autograd.Function):
+    """residual + delta [..., K], and its norm [..., K] in `dtype`. Saves the sum and its statistics."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -215,7 +219,7 @@ class _ResidualNormFunction(torch.autograd.Function):
 
 
 def residual_norm(residual: Tensor, delta: Tensor | None, of: NormParameters, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """residual + delta in their promoted dtype, and its norm in `dtype`."""
+    """residual + delta [..., K] in their promoted dtype, and its norm [..., K] in `dtype`."""
     if torch.compiler.is_compiling():
         h = residual if delta is None else residual + delta
         return h, normalize(of, h).to(dtype)
@@ -236,7 +240,7 @@ class ResidualLayer(nn.Module):
 def forward_residual(
     layer: nn.Module, residual: Tensor, delta: Tensor | None = None, *args: Any, **options: Any
 ) -> tuple[Tensor, Any]:
-    """`ResidualLayer.forward_residual` of a layer, or of a wrapper around one: FSDP1 gathers its weights only in its call."""
+    """`ResidualLayer.forward_residual`, [B, T, hidden], of a layer or a wrapper: FSDP1 gathers its weights only in its call."""
     return layer(residual, *args, delta=delta, return_residual=True, **options)
 
 

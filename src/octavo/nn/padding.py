@@ -29,6 +29,8 @@ def padded_attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: f
 
 
 class _PaddedAttention(torch.autograd.Function):
+    """`padded_attention`: q [B, T, H, D], k and v [B, T, G, D] → [B, T, H, D]. Saves them in the order of `real_first`."""
+
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float) -> Tensor:
         order, padded, spans = pattern.real_first

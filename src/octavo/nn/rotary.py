@@ -34,7 +34,7 @@ class Handover:
         self._sums: list[Accumulated | None] = [None] * 3
 
     def give(self, gradients: Sequence[Gradient], dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Store gradients; returns autograd's of q, k and v in this dtype, NaN in place of sums."""
+        """Store gradients; returns autograd's of q [B, T, H, D], k and v [B, T, G, D] in this dtype, NaN in place of sums."""
         self._sums = [x if isinstance(x, Accumulated) else None for x in gradients]
         some = next((x for x in self._sums if x is not None), None)
         if some is None:
@@ -43,7 +43,7 @@ class Handover:
         return tuple(nothing.expand(x.shape) if isinstance(x, Accumulated) else x for x in gradients)
 
     def take(self, grads: Sequence[Tensor | None]) -> list[Gradient | None]:
-        """The gradients of q, k and v: the sums stored by `give`, else autograd's `grads`."""
+        """The gradients of q [B, T, H, D], k and v [B, T, G, D]: the sums stored by `give`, else autograd's `grads`."""
         sums, self._sums = self._sums, [None] * 3
         for grad, summed in zip(grads, sums, strict=True):
             if summed is not None and (grad is None or any(grad.stride())):
@@ -82,7 +82,10 @@ class Rotation(NamedTuple):
         return split_rotate(qkv, self.heads, self.groups, self.cos, self.sin, mirrored=self.mirrored)
 
     def join(self, grads: Sequence[Tensor | None]) -> Producer:
-        """The gradient of the joint product from the gradients of q, k and v, at least one of which is not None."""
+        """Producer of the joint product's gradient [B·T, (H + 2G)·D] from those of q [B, T, H, D], k and v [B, T, G, D].
+
+        At least one of them is not None.
+        """
         gradients: list[Gradient | None] = [*grads] if self.handover is None else self.handover.take(grads)
         dq, dk, dv = gradients
         if dq is None or dk is None or dv is None:
@@ -99,7 +102,7 @@ class Rotation(NamedTuple):
 
 
 class _RotateFunction(torch.autograd.Function):
-    """Saves only the angles for backward, and nothing of x."""
+    """`reference.rope`: x [B, T, H, D], cos and sin [B or 1, T, Dr] → [B, T, H, D]. Saves only the angles, nothing of x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -117,7 +120,7 @@ def table_bytes(sequences: int, tokens: int, columns: int) -> int:
 
 
 def rotate(x: Tensor, angles: Angles | None) -> Tensor:
-    """x [B, T, H, D] with the first Dr columns of each head rotated."""
+    """x [B, T, H, D] with the first Dr columns of each head rotated; angles: cos and sin [B or 1, T, Dr]."""
     if angles is None:
         return x
     cos, sin = angles[:2]

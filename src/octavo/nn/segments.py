@@ -136,6 +136,8 @@ def attend_segments(
 
 
 class _Segments(torch.autograd.Function):
+    """q [B, Tq, H, D], k and v [B, Tk, G, D], sink [H] or None → out [B, Tq, H, D], span by span; saves its log-sum-exp."""
+
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, spans: list[Span], window: int | None, scale: float

@@ -217,7 +217,7 @@ class Load(Protocol):
         """The model's parameters and buffers."""
 
     def __call__(self, name: str, out: Tensor, start: int) -> None:
-        """Fill `out` with the rows from `start` on of the named tensor."""
+        """Fill `out` [n, …] with the rows from `start` on of the named tensor [N, …]."""
 
 
 @dataclass(frozen=True)

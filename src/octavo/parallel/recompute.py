@@ -26,7 +26,7 @@ _Contexts = tuple[contextlib.AbstractContextManager[None], contextlib.AbstractCo
 
 
 def recomputed(block: TransformerLayer, residual: Tensor, delta: Tensor | None, *args: Any, **options: Any) -> tuple[Any, ...]:
-    """`block(residual + delta, *args)`, with only residual + delta and the other arguments saved for backward.
+    """`block(residual + delta, *args)`, [B, T, hidden], with only residual + delta and the other arguments saved for backward.
 
     FP8 casts repeat exactly and record once. The result has no delta.
     """

@@ -123,7 +123,7 @@ def local_shard(tensor: Tensor) -> LocalShard:
 
 
 def spread_rows(whole: Tensor, ranks: DeviceMesh) -> DTensor:
-    """Equal numbers of rows of a whole tensor on each rank of a mesh of one dimension; a copy, also on meta."""
+    """Equal numbers of rows of `whole` [N, …] on each rank of a mesh of one dimension, [N / n, …]; a copy, also on meta."""
     local = whole.chunk(ranks.size())[ranks.get_local_rank()].clone()
     return DTensor.from_local(local, ranks, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
 
@@ -164,7 +164,7 @@ def _groups(mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[dist.Pro
 
 @torch.no_grad()
 def gradient_norm(parameters: Mapping[Tensor, Block | None]) -> Tensor:
-    """Norm of all gradients, counting each element once: a float32 scalar, summed in float32 (float64).
+    """Norm of all gradients, counting each element once: float32 [], summed in float32 (float64).
 
     parameters: with their blocks. Collective where they have parts.
     """

@@ -52,7 +52,7 @@ class Fp8Rows(Protocol):
 
     @property
     def scale_inv(self) -> Tensor | None:
-        """float32, of the whole matrix."""
+        """float32, of the whole matrix: [], or of blocks [⌈N/128⌉, ⌈K/128⌉]."""
 
 
 @runtime_checkable

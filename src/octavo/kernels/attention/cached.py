@@ -87,7 +87,7 @@ def once(compute: Callable[[], Result]) -> Result:
 
 
 def saved_once(ctx: Any, compute: Callable[[], Result], *inputs: Tensor | None) -> Tensor:
-    """The output of `once(compute)`; `inputs`, the output and its log-sum-exp are saved for the backward of `ctx`."""
+    """The output of `once(compute)`, such as [B, T, H, D]; saves `inputs`, it and its log-sum-exp for the backward of `ctx`."""
     out, lse = once(compute)
     ctx.save_for_backward(*inputs, out, lse)
     return out

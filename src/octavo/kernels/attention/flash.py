@@ -104,7 +104,7 @@ def serves(capability: tuple[int, int] | None, head_dim: int) -> bool:
 
 
 def takes(q: Tensor, k: Tensor, *, causal: bool, window: int | None = None) -> bool:
-    """True if FlashAttention-4 computes the call: bf16 on Hopper, full attention, or causal with no fewer keys than queries."""
+    """True if FlashAttention-4 computes q [B, Tq, H, D] with k [B, Tk, G, D]: bf16 on Hopper, full, or causal with Tq ≤ Tk."""
     if not q.is_cuda or q.dtype != torch.bfloat16 or torch.compiler.is_compiling():
         return False
     if (causal and k.shape[1] < q.shape[1]) or (window is not None and not causal):
@@ -160,9 +160,10 @@ def backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float,
     window: int | None = None, packed: Packing | None = None, into: tuple[Tensor, ...] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k and v in their dtype, in `into`, if given; `out` and `lse` may be those of a softmax over more keys.
+    """Gradients of q [B, Tq, H, D], k and v [B, Tk, G, D] in their dtype, in `into`, if given.
 
-    They repeat bit for bit under `torch.use_deterministic_algorithms`.
+    d_out, out [B, Tq, H, D], lse [B, H, Tq]: the latter two may be those of a softmax over more keys. Gradients repeat bit for
+    bit under `torch.use_deterministic_algorithms`.
     """
     tensors, options = _call(q, k, v, out, d_out, packed=packed, causal=causal, window=window)
     if into is not None:
@@ -178,7 +179,7 @@ def accumulate(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float,
     window: int | None = None,
 ) -> tuple[Gradient, Gradient, Gradient]:  # fmt: skip
-    """`backward`, with gradients left as float32 sums where the package computes such sums."""
+    """`backward`, with gradients [B, Tq or Tk, H or G, D] left as float32 sums where the package computes such sums."""
     sums_by_address: dict[int, Accumulated] = {}
     process.attention.sums = sums_by_address
     try:

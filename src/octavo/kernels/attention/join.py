@@ -123,7 +123,7 @@ def join_(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
 def add_up(out: Tensor, terms: Sequence[Tensor]) -> None:
     """Write the sum of the terms to out, rounded once from float32 (float64).
 
-    out and terms have one shape of three or more dimensions.
+    out and terms have one shape [B, T, …] of three or more dimensions.
     """
     if out.device.type == "cuda" and out.dtype != torch.float64 and _in_order(out):
         launch_add_up(out, [term if _in_order(term) else term.contiguous() for term in terms])

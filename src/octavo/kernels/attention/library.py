@@ -15,7 +15,7 @@ _HEADS = (64, 96, 128)
 
 
 def takes(q: Tensor, k: Tensor, *, causal: bool, window: int | None) -> bool:
-    """True if these operators compute the call: a full rectangle, or causal attention of as many queries as keys; no window.
+    """True if these operators compute q [B, Tq, H, D] with k [B, Tk, G, D]: full, or causal with Tq = Tk; no window.
 
     Not on a GPU with deterministic algorithms required: cuDNN's backward does not.
     """
@@ -55,7 +55,10 @@ def backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float,
     window: None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k and v in their dtype; `out` and `lse` may be those of a softmax over more keys."""
+    """Gradients of q [B, Tq, H, D], k and v [B, Tk, G, D] in their dtype.
+
+    d_out, out [B, Tq, H, D], lse [B, H, Tq]: the latter two may be those of a softmax over more keys.
+    """
     tensors = [x.transpose(1, 2) for x in (d_out, q, k, v, out)]
     if q.device.type == "cpu":
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(

@@ -97,7 +97,10 @@ class Attended:
 
 
 class Gradients:
-    """Gradients of attention, summed over pieces in float32 (float64 for float64 inputs)."""
+    """Gradients of attention, summed over pieces in float32 (float64 for float64 inputs).
+
+    d_out, q, out: [B, Tq, H, D]. lse: [B, H, Tq], of all pieces. `dq` is [B, Tq, H, D].
+    """
 
     def __init__(self, d_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, *, scale: float, window: int | None = None) -> None:
         self.d_out, self.q, self.out, self.lse = d_out, q, out, lse
@@ -121,9 +124,10 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, spans: Sequence[Span], *, scale: float, window: int | None = None,
     packed: Packing | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`Attended.result` if all keys are available; in a context of `octavo.kernels.attention.cached` the result of forward.
+    """`Attended.result` for all keys: q [B, Tq, H, D], k and v [B, Tk, G, D] → out [B, Tq, H, D], lse [B, H, Tq].
 
-    packed: causal sequences with boundaries on the device, instead of the spans.
+    In a context of `octavo.kernels.attention.cached` the result of forward. packed: causal sequences with boundaries on the
+    device, instead of the spans.
     """
 
     def compute() -> tuple[Tensor, Tensor]:
@@ -141,7 +145,7 @@ def gradients(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spans: Sequence[Span], *, scale: float,
     window: int | None = None, packed: Packing | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k and v, in their dtype, of `attention`."""
+    """Gradients of q [B, Tq, H, D], k and v [B, Tk, G, D], in their dtype, of `attention`, whose results are out and lse."""
     alone = _Part(_whole(q, k, causal=True), window, packed)
     parts = list(_parts(q, k, spans, window)) if packed is None else [alone]
     if len(parts) == 1 and parts[0].span == _whole(q, k, causal=parts[0].span.causal):
@@ -157,7 +161,7 @@ def accumulated(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spans: Sequence[Span], *, scale: float,
     window: int | None = None, packed: Packing | None = None,
 ) -> tuple[Gradient, Gradient, Gradient]:  # fmt: skip
-    """`gradients`, left as a kernel's float32 sums where one kernel computes all of them."""
+    """`gradients`, [B, Tq or Tk, H or G, D], left as a kernel's float32 sums where one kernel computes all of them."""
     if packed is not None:
         return gradients(d_out, q, k, v, out, lse, spans, scale=scale, window=window, packed=packed)
     parts = list(_parts(q, k, spans, window))
@@ -169,14 +173,14 @@ def accumulated(
 
 
 def takes_more_keys(k: Tensor) -> bool:
-    """True if a fast kernel computes causal attention with fewer queries than keys, for k's device and dtype."""
+    """True if a fast kernel computes causal attention with Tq < Tk, for the device and dtype of k [B, Tk, G, D]."""
     return flash.takes(k, k, causal=True)
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, into: tuple[Tensor, Tensor] | None, *, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """out and lse of all queries over all keys, full or causal; written to `into` if given."""
+    """out [B, Tq, H, D] and lse [B, H, Tq] of all queries over all keys [B, Tk, G, D], full or causal; in `into` if given."""
     part = _Part(_whole(q, k, causal=causal))
     backend = _backend(q, k, part)
     if backend is flash:
@@ -189,7 +193,10 @@ def differentiate(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, into: tuple[Tensor, ...], *, causal: bool,
     scale: float,
 ) -> None:  # fmt: skip
-    """Gradients of q, k and v of `attend`, written to `into`; `out` and `lse` may be those of more keys."""
+    """Gradients of q [B, Tq, H, D], k and v [B, Tk, G, D] of `attend`, written to `into`.
+
+    `out` and `lse` may be those of a softmax over more keys.
+    """
     backend = _backend(q, k, _Part(_whole(q, k, causal=causal)))
     if backend is flash:
         flash.backward(d_out, q, k, v, out, lse, causal=causal, scale=scale, into=into)

@@ -55,9 +55,10 @@ def backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float,
     window: int | None = None, packed: Packing | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k and v, float32 (float64 for float64 inputs).
+    """Gradients of q [B, Tq, H, D], k and v [B, Tk, G, D], float32 (float64 for float64 inputs).
 
-    `out` and `lse` may be those of a softmax over more keys; the results are then the given keys' parts of the gradients.
+    d_out, out [B, Tq, H, D], lse [B, H, Tq]: the latter two may be those of a softmax over more keys; the results are then the
+    given keys' parts of the gradients.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     dq, dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v))

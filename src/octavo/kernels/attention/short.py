@@ -144,7 +144,7 @@ def launch_backward(
 
 
 def forward(qkv: Tensor, heads: int, groups: int, scale: float) -> tuple[Tensor, Tensor]:
-    """`reference.attention`: softmax(q · kᵀ · scale) · v, every query with every key.
+    """`reference.attention`: softmax(q · kᵀ · scale) · v, every query with every key → out [B, T, H·D], lse [B, H, T].
 
     qkv: [B, T, (H + 2G)·D], rows with any stride; on a GPU within the limits of `takes`. scale: > 0.
     """
@@ -154,7 +154,7 @@ def forward(qkv: Tensor, heads: int, groups: int, scale: float) -> tuple[Tensor,
 
 
 def backward(d_out: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, heads: int, groups: int, scale: float) -> Tensor:
-    """Gradient of `forward`: d_out like its result, qkv its argument, out and lse its results → contiguous, like qkv."""
+    """Gradient of qkv [B, T, (H + 2G)·D], contiguous; out and lse: the results of `forward`, d_out [B, T, H·D] like out."""
     if qkv.device.type == "cuda":
         return launch_backward(d_out, qkv, out, lse, heads, groups, scale)
     return reference.attention_backward(d_out, qkv, out, lse, heads, groups, scale)

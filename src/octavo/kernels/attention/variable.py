@@ -47,7 +47,7 @@ def backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float, packed: Packing,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k and v in their dtype."""
+    """Gradients of q [B, T, H, D], k and v [B, T, G, D] in their dtype, from d_out, out [B, T, H, D] and lse [B, H, T]."""
     rows = [x.flatten(0, 1) for x in (d_out, q, k, v, out)]
     none = torch.empty(2, dtype=torch.uint64, device=q.device)  # no dropout: no state of random numbers
     grads = torch.ops.aten._flash_attention_backward(

@@ -49,7 +49,7 @@ def launch(q: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def widen(q: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
-    """The values of `narrow` in a dtype: exact in float32 and bf16, whose mantissas are longer."""
+    """The values [R, K] of `narrow`'s q [R, K] and scales [R, ⌈K/128⌉] in a dtype: exact in float32 and bf16."""
     if gemm.is_native(q.device):
         return launch(q, scale_inv, dtype)
     columns = q.shape[1]

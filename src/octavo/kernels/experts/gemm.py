@@ -280,7 +280,7 @@ def _bounds(routes: Routes) -> list[tuple[int, int]]:
 
 
 def takes_groups(device: torch.device, dtype: torch.dtype, b: Sequence[Tensor]) -> bool:
-    """True if `grouped_mm_of_splits` needs only one launch: bfloat16 on Hopper, rows in multiples of 16 bytes."""
+    """True if `grouped_mm_of_splits` of matrices b, each [N, K], is one launch: bfloat16 on Hopper, rows of whole 16 bytes."""
     grouped = len(b) > 1 and gemm.has_grouped_products(device)
     return grouped and dtype == torch.bfloat16 and all(n % 8 == 0 for n in b[0].shape)
 

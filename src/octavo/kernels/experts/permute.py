@@ -121,7 +121,7 @@ def launch(x: Tensor, routes: Routes, quantizer: Quantizer) -> QuantizedTensor:
 
 
 def allocate_rows(quantizer: Quantizer, rows: int, columns: int, device: torch.device) -> QuantizedTensor:
-    """Memory for the layouts of `quantizer`, with an inverse scale per expert."""
+    """Memory for the layouts of `quantizer`, [rows, columns] and [columns, rows], with an inverse scale per expert, [E]."""
     out = allocate(quantizer._replace(scale=None), rows, columns, device)
     return of_one_scale(out.rowwise_data, out.columnwise_data, inverse(quantizer.scale))
 

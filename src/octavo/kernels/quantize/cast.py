@@ -162,7 +162,7 @@ def cast_packed(
 
 
 def row_tiles(x: Tensor, columnwise: bool) -> int | None:
-    """Number of row tiles in the column sums of a cast of this matrix; None if the cast computes no sums."""
+    """Number of row tiles in the column sums of a cast of x [R, C]; None if the cast computes no sums."""
     return cdiv(x.shape[0], 4 * _GROUPS) if columnwise and x.shape[0] % 4 == 0 and gemm.is_native(x.device) else None
 
 
@@ -235,7 +235,7 @@ CastResults = tuple[Tensor, Tensor, Tensor]
 
 @torch.library.custom_op("octavo::cast_scaled", mutates_args=())
 def cast_scaled(x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float, columnwise: bool) -> CastResults:
-    """`cast` without an amax, as one operator to a compiler."""
+    """`cast` of x [R, C] without an amax, as one operator to a compiler: FP8 [R, C], [C, R] or [0, R], inverse scale []."""
     return operator_results(cast(x, Quantizer(dtype, fp8_max, scale, columnwise=columnwise)))
 
 
@@ -245,7 +245,7 @@ def _(x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float, columnwise: 
 
 
 def operator_results(cast: QuantizedTensor) -> CastResults:
-    """The results of `cast` in separate memory: an operator may not return views of one tensor."""
+    """FP8 [R, C], FP8 [C, R] or [0, R], inverse scale []: in separate memory, as an operator may not return views."""
     (q, scale_inv), q_t = cast.rowwise, cast.columnwise_data
     if q_t is None:
         return q, q.new_empty(0, q.shape[0]), scale_inv
@@ -256,7 +256,7 @@ def operator_results(cast: QuantizedTensor) -> CastResults:
 
 
 def fake_results(x: Tensor, dtype: torch.dtype, columnwise: bool) -> CastResults:
-    """Shapes and dtypes of `operator_results`, for a compiler."""
+    """Shapes and dtypes of `operator_results` for x [R, C], for a compiler."""
     rows, columns = x.shape
     return (
         x.new_empty(rows, columns, dtype=dtype),

@@ -81,7 +81,7 @@ NOTHING = QuantizedTensor()
 
 
 def of_one_scale(rowwise: Tensor | None, columnwise: Tensor | None, scale_inv: Tensor | None) -> QuantizedTensor:
-    """One or both layouts with a common `scale_inv`."""
+    """One or both layouts, rowwise [R, C] and columnwise [C, R], with a common `scale_inv`, [] or of each expert [E]."""
     return QuantizedTensor(
         rowwise, None if rowwise is None else scale_inv, columnwise, None if columnwise is None else scale_inv
     )  # fmt: skip
@@ -96,7 +96,7 @@ def allocate(quantizer: Quantizer, rows: int, columns: int, device: torch.device
 
 
 def without_elements(quantizer: Quantizer, out: QuantizedTensor) -> QuantizedTensor:
-    """`out` for a matrix without elements: no kernel is launched, only the scale is written."""
+    """`out` for a matrix [R, C] without elements: no kernel is launched, only the scale is written."""
     if out.scale_inv is not None and quantizer.scale is not None:
         out.scale_inv.copy_(reference.divide(1.0, quantizer.scale))
     return out

@@ -162,7 +162,7 @@ class Parameter:
             self._raw.unsharded_accumulated_grad = whole.grad = None
 
     def add_to_shard(self, gradient: Tensor) -> None:
-        """Set or accumulate the gradient of the sharded parameter."""
+        """Set or accumulate the gradient [rows, …] of this rank's shard."""
         shard = self._raw.sharded_param
         gradient = gradient.to(shard.dtype).contiguous()
         if shard.grad is None:

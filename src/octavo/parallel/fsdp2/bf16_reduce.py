@@ -43,7 +43,7 @@ class ReduceScatter:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        """Write the sums of this rank's part to `output_tensor`."""
+        """Write the sums of this rank's part to `output_tensor` [m], of `input_tensor` [n · m] of all ranks."""
         if input_tensor.dtype == output_tensor.dtype:
             reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
             return
