@@ -62,10 +62,10 @@ class Shim:
         parent, _, _ = self.root.rpartition(".")
         path: list[str] | None = None
         if parent:
-            found = PathFinder.find_spec(parent)
-            if found is None or found.submodule_search_locations is None:
+            parent_spec = PathFinder.find_spec(parent)
+            if parent_spec is None or parent_spec.submodule_search_locations is None:
                 return None
-            path = list(found.submodule_search_locations)
+            path = list(parent_spec.submodule_search_locations)
         spec = PathFinder.find_spec(self.root, path)
         if spec is None:
             return None
@@ -191,7 +191,7 @@ def _fallback(shim: Shim, module: str, names: Sequence[str]) -> Callable[[str], 
 
 def installed(shim: Shim) -> Finder | None:
     """The finder of a shim in this process."""
-    return next((found for found in sys.meta_path if isinstance(found, Finder) and found.shim is shim), None)
+    return next((finder for finder in sys.meta_path if isinstance(finder, Finder) and finder.shim is shim), None)
 
 
 def install(shim: Shim, *, replace: bool = False) -> None:

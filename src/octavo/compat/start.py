@@ -100,7 +100,7 @@ def _line(error: BaseException) -> str:
 
 def _place(trace: TracebackType | None) -> str:
     """The innermost line of a traceback outside of installed packages and Octavo: "train.py, line 12: "."""
-    found = ""
+    place = ""
     for frame in traceback.extract_tb(trace):
         if frame.filename.startswith("<") or "site-packages" in frame.filename or frame.filename.startswith(sys.prefix):
             continue
@@ -108,8 +108,8 @@ def _place(trace: TracebackType | None) -> str:
             continue
         if frame.filename.startswith(_STDLIB):
             continue
-        found = f"{frame.filename}, line {frame.lineno}: "
-    return found
+        place = f"{frame.filename}, line {frame.lineno}: "
+    return place
 
 
 _ROOT = __file__.rpartition("/compat/")[0]

@@ -37,12 +37,12 @@ class LooseVersion:
         return type(self)(other) if isinstance(other, str) else other if isinstance(other, LooseVersion) else None
 
     def __eq__(self, other: object) -> bool:
-        found = self._other(other)
-        return NotImplemented if found is None else self.version == found.version
+        other_version = self._other(other)
+        return NotImplemented if other_version is None else self.version == other_version.version
 
     def __lt__(self, other: object) -> bool:
-        found = self._other(other)
-        return NotImplemented if found is None else self.version < found.version
+        other_version = self._other(other)
+        return NotImplemented if other_version is None else self.version < other_version.version
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -52,10 +52,10 @@ class StrictVersion(LooseVersion):
 
     def parse(self, vstring: str) -> None:
         """Set the version from its text; a ValueError for another form."""
-        found = _STRICT.fullmatch(vstring)
-        if found is None:
+        match = _STRICT.fullmatch(vstring)
+        if match is None:
             raise ValueError(f"invalid version number '{vstring}'")
-        major, minor, patch, letter, number = found.groups()
+        major, minor, patch, letter, number = match.groups()
         self.vstring = vstring
         self.version = [int(major), int(minor), int(patch or 0), letter or "c", int(number or 0)]
 

@@ -148,9 +148,9 @@ def _counted(node: ast.Call, meanings: Meanings, values: dict[str, list[ast.expr
     """A call of a layer with an input that may have an integer dtype."""
     kinds = [target.dotted for target in meanings.targets(node) if target.dotted.endswith(".forward")]
     layers = [kind.removesuffix(".forward") for kind in kinds if is_layer(kind.removesuffix(".forward"))]
-    given = node.args[: 3 if any(kind.endswith("DotProductAttention") for kind in layers) else 1]
-    given = given + [word.value for word in node.keywords if word.arg in ("inp", "hidden_states")]
-    if layers and any(_is_whole(each, meanings, values, 4) for each in given):
+    inputs = node.args[: 3 if any(kind.endswith("DotProductAttention") for kind in layers) else 1]
+    inputs = inputs + [word.value for word in node.keywords if word.arg in ("inp", "hidden_states")]
+    if layers and any(_is_whole(each, meanings, values, 4) for each in inputs):
         yield node, f"the input of {layers[0]} may be of whole numbers: it takes bfloat16, float16 and float32"
 
 

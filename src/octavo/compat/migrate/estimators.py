@@ -47,36 +47,36 @@ _KINDS = {
 }
 
 
-def told(given: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def told(arguments: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """The report on a call of an estimator: its ranks, and arguments without effect, refused, or unchecked.
 
     folder: the working directory of the call.
     """
-    refused = [f"{name}: {REFUSED[name]}" for name, value in given.items() if name in REFUSED and value is not None]
-    refused += [f"{name}: no argument of the SDK" for name in given if name not in (*_CALL, *REFUSED, "fit", REST)]
-    refused += [f"{name}: an argument of fit" for name in given if name in _FIT and name not in MEANINGLESS]
-    refused += _faults(given)
-    kind, count = given.get("instance_type"), given.get("instance_count", 1)
-    if kind is None and REST not in given:
+    refused = [f"{name}: {REFUSED[name]}" for name, value in arguments.items() if name in REFUSED and value is not None]
+    refused += [f"{name}: no argument of the SDK" for name in arguments if name not in (*_CALL, *REFUSED, "fit", REST)]
+    refused += [f"{name}: an argument of fit" for name in arguments if name in _FIT and name not in MEANINGLESS]
+    refused += _faults(arguments)
+    kind, count = arguments.get("instance_type"), arguments.get("instance_count", 1)
+    if kind is None and REST not in arguments:
         refused.append("instance_type is missing")
-    hyperparameters, distribution = given.get("hyperparameters"), given.get("distribution")
+    hyperparameters, distribution = arguments.get("hyperparameters"), arguments.get("distribution")
     values = {"instance_type": kind, "instance_count": count, "distribution": distribution}
     unsure = [name for name, value in values.items() if not is_known(value)]
     ranks = f"its {' and '.join(unsure) or 'instance_type'} cannot be told without running the script"
-    if not unsure and isinstance(kind, str) and not (REST in given and "distribution" not in given):
+    if not unsure and isinstance(kind, str) and not (REST in arguments and "distribution" not in arguments):
         try:
             layout = layout_of(kind, count, distribution, hyperparameters if isinstance(hyperparameters, dict) else {})
             ranks = f"{kind}: {layout.ranks} ranks on this machine" if layout.ranks else f"{kind}: one process"
         except InputError as error:
             ranks = kind
             refused.append(str(error))
-    meaningless = [name for name, value in given.items() if name in MEANINGLESS and value is not None]
-    return {"ranks": ranks, "meaningless": meaningless, "refused": refused, "unchecked": list(_unchecked(given, folder))}
+    meaningless = [name for name, value in arguments.items() if name in MEANINGLESS and value is not None]
+    return {"ranks": ranks, "meaningless": meaningless, "refused": refused, "unchecked": list(_unchecked(arguments, folder))}
 
 
-def _faults(given: Mapping[str, Any]) -> Iterator[str]:
+def _faults(arguments: Mapping[str, Any]) -> Iterator[str]:
     """Values of the wrong type, and invalid names of channels."""
-    for name, value in given.items():
+    for name, value in arguments.items():
         if not is_known(value):
             continue
         if name in _WRONG and _WRONG[name](value):
@@ -86,7 +86,7 @@ def _faults(given: Mapping[str, Any]) -> Iterator[str]:
                 _CHECKS[name](value)
             except InputError as error:
                 yield str(error)
-    channels = (given.get("fit") or {}).get("inputs")
+    channels = (arguments.get("fit") or {}).get("inputs")
     if isinstance(channels, dict):
         try:
             inputs.addresses({name: "s3://bucket" for name in channels if name != REST})
@@ -94,21 +94,21 @@ def _faults(given: Mapping[str, Any]) -> Iterator[str]:
             yield str(error)
 
 
-def _unchecked(given: Mapping[str, Any], folder: Path) -> Iterator[str]:
+def _unchecked(arguments: Mapping[str, Any], folder: Path) -> Iterator[str]:
     """Files that do not exist here, and remote addresses."""
-    entry, source = given.get("entry_point"), given.get("source_dir")
+    entry, source = arguments.get("entry_point"), arguments.get("source_dir")
     if isinstance(entry, str) and (source is None or isinstance(source, str)):
         there = folder / Path(source or "").expanduser()
         if not (there / entry).is_file():
             yield f"entry_point = {entry!r} is not in {str(there)!r}"
-    channels = (given.get("fit") or {}).get("inputs")
+    channels = (arguments.get("fit") or {}).get("inputs")
     named = channels if isinstance(channels, dict) else {"inputs": channels}
-    for name, value in {"output_path": given.get("output_path"), **{str(key): each for key, each in named.items()}}.items():
+    for name, value in {"output_path": arguments.get("output_path"), **{str(key): each for key, each in named.items()}}.items():
         if isinstance(value, str) and "://" in value:
             yield f"{name} = {value!r} is an address that is not tried"
         elif name != "output_path" and isinstance(value, str) and not (folder / Path(value).expanduser()).exists():
             yield f"the channel {name} = {value!r} is not there"
-    dependencies = given.get("dependencies")
+    dependencies = arguments.get("dependencies")
     for each in dependencies if isinstance(dependencies, list) else ():
         if isinstance(each, str) and not (folder / Path(each).expanduser()).exists():
             yield f"dependencies: {each!r} is not there"

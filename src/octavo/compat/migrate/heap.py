@@ -41,8 +41,8 @@ class Table(dict[Any, Any]):
         ordered: the order of its keys is known.
     """
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, *content: Any) -> None:
+        super().__init__(*content)
         self.serial = next(_SERIAL)
         self.lost = self.leaky = False
         self.ordered = True
@@ -67,8 +67,8 @@ class Table(dict[Any, Any]):
 class Items(list[Any]):
     """A list; `lost` and `leaky` as of `Table`."""
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, *content: Any) -> None:
+        super().__init__(*content)
         self.serial = next(_SERIAL)
         self.lost = self.leaky = False
 
@@ -242,26 +242,26 @@ class Heap:
             self.lose(value)
         return UNKNOWN if level == BIND else value
 
-    def put(self, table: Table, given: dict[Any, Any]) -> None:
+    def put(self, table: Table, entries: dict[Any, Any]) -> None:
         """Set entries of a dictionary; unknown ones (`REST`) may replace any."""
         gone: list[Any] = []
         if table.lost:
-            gone = list(given.values())
+            gone = list(entries.values())
         else:
             self.change(table)
-            if REST in given:
+            if REST in entries:
                 gone = list(table.values())
                 for key in table:
                     table[key] = UNKNOWN
                 table[REST], table.ordered = UNKNOWN, False
-            for key, value in given.items():
+            for key, value in entries.items():
                 if value is MAYBE:
                     gone.append(table.get(key))
                     table[key] = UNKNOWN if table.get(key, MAYBE) is not MAYBE else MAYBE
                 elif key != REST:
                     table[key] = value
             if table.leaky:
-                gone += given.values()
+                gone += entries.values()
         for value in gone:
             self.lose(value)
 
@@ -335,10 +335,10 @@ class Heap:
 
     def changed(self, mark: int) -> dict[Place, tuple[Any, Any, Any]]:
         """Each place changed since a mark → object, name, and its value at the mark."""
-        found: dict[Place, tuple[Any, Any, Any]] = {}
+        places: dict[Place, tuple[Any, Any, Any]] = {}
         for box, key, before in self._log[mark:]:
-            found.setdefault((id(box), key), (box, key, before))
-        return found
+            places.setdefault((id(box), key), (box, key, before))
+        return places
 
     def rollback(self, mark: int) -> dict[Place, tuple[Any, Any, Any]]:
         """Restore the state at a mark. Returns each changed place → object, name, and its value before the rollback."""
@@ -377,13 +377,13 @@ class Heap:
     def anywhere(self, mark: int) -> tuple[dict[Place, tuple[Any, Any, Any]], list[Any]]:
         """(each place → object, name, and what its values since a mark have in common; values lost by that)."""
         lost: list[Any] = []
-        found: dict[Place, tuple[Any, Any, Any]] = {}
+        places: dict[Place, tuple[Any, Any, Any]] = {}
         for box, key, before in self._log[mark:]:
             place = id(box), key
-            so_far = found[place][2] if place in found else before
-            found[place] = box, key, _joined(box, key, so_far, before, lost)
+            so_far = places[place][2] if place in places else before
+            places[place] = box, key, _joined(box, key, so_far, before, lost)
         return {
-            place: (box, key, _joined(box, key, state, _now(box, key), lost)) for place, (box, key, state) in found.items()
+            place: (box, key, _joined(box, key, state, _now(box, key), lost)) for place, (box, key, state) in places.items()
         }, lost
 
     def is_steady(self, mark: int, born: int) -> bool:
@@ -459,16 +459,16 @@ def _more(left: Any, right: Any, lost: list[Any]) -> Any:
 
 def _joined_tables(left: tuple[Any, ...], right: tuple[Any, ...], lost: list[Any]) -> tuple[Any, ...]:
     first, second = dict(left[0]), dict(right[0])
-    found: dict[Any, Any] = {}
+    joined: dict[Any, Any] = {}
     for key in [*first, *(key for key in second if key not in first)]:
         one, other = first.get(key, ABSENT), second.get(key, ABSENT)
         if key != REST and (one is ABSENT or other is ABSENT or one is MAYBE or other is MAYBE):
             lost += [one, other]
-            found[key] = MAYBE
+            joined[key] = MAYBE
         else:
-            found[key] = UNKNOWN if key == REST else _common(one, other, lost)
+            joined[key] = UNKNOWN if key == REST else _common(one, other, lost)
     ordered = left[3] and right[3] and list(first) == list(second)
-    return list(found.items()), left[1] or right[1], left[2] or right[2], ordered
+    return list(joined.items()), left[1] or right[1], left[2] or right[2], ordered
 
 
 def _alike(box: Any, key: Any, left: Any, right: Any) -> bool:

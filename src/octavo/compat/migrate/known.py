@@ -70,16 +70,16 @@ class RecipeValue:
 def of_text(text: str, name: str, args: list[Any], keywords: dict[str, Any]) -> Any:
     """The result of a method of text, or UNKNOWN."""
     if name == "join" and len(args) == 1 and isinstance(args[0], list) and all(isinstance(each, str) for each in args[0]):
-        found = text.join(args[0])
-        return found if len(found) <= LONGEST else UNKNOWN
+        result = text.join(args[0])
+        return result if len(result) <= LONGEST else UNKNOWN
     plain = all(isinstance(each, str | int | float) for each in (*args, *keywords.values()))
     if name not in _OF_TEXT or not plain or (name == "format" and re.search(r":[^}]{4}|:[^}]*\{", text)):
         return UNKNOWN
     try:
-        found = getattr(text, name)(*args, **keywords)
+        result = getattr(text, name)(*args, **keywords)
     except (TypeError, ValueError, LookupError, AttributeError):
         return UNKNOWN
-    return found if not isinstance(found, str) or len(found) <= LONGEST else UNKNOWN
+    return result if not isinstance(result, str) or len(result) <= LONGEST else UNKNOWN
 
 
 def merge(left: dict[Any, Any], right: dict[Any, Any], memo: dict[Any, Any]) -> None:
@@ -136,7 +136,7 @@ def calculated(kind: ast.operator, left: Any, right: Any) -> Any:
     if texts and len(left) + len(right) > LONGEST:
         return UNKNOWN
     try:
-        found = _OPERATORS[type(kind)](left, right)
+        result = _OPERATORS[type(kind)](left, right)
     except (ArithmeticError, ValueError):
         return UNKNOWN
-    return UNKNOWN if isinstance(found, complex) else found
+    return UNKNOWN if isinstance(result, complex) else result

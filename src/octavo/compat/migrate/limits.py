@@ -168,18 +168,18 @@ def _fault(check: Callable[[], Any]) -> str | None:
     return None
 
 
-def _of_recipe(name: str, given: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+def _of_recipe(name: str, arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
     """Refused fields of a recipe, by its constructor or an autocast."""
-    for field, value in given.items():
+    for field, value in arguments.items():
         if is_known(value) and field != REST:
             fault = _fault(lambda: te.check_recipe(getattr(recipes, name)(**{field: _real(value)}), name))  # noqa: B023
             if fault is not None:
                 yield field, value, fault
 
 
-def _of_accelerate(given: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+def _of_accelerate(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
     """Refused arguments of TERecipeKwargs; Accelerate has text for formats and algorithms."""
-    for name, value in given.items():
+    for name, value in arguments.items():
         if name == "use_mxfp8_block_scaling" and is_known(value) and value:
             yield name, value, "Octavo has no MXFP8."
         if value is None or name in (*_OPTIONS, REST) or not is_known(value):
@@ -196,11 +196,15 @@ def _of_accelerate(given: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
             yield name, value, fault
 
 
-def _of_context(dotted: str, given: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+def _of_context(dotted: str, arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
     """A refused recipe of an autocast."""
     name = _CONTEXTS[dotted]
-    value = given.get(name)
-    if given.get("enabled", True) is UNKNOWN or value is None or not (given.get("enabled", True) or given.get("calibrating")):
+    value = arguments.get(name)
+    if (
+        arguments.get("enabled", True) is UNKNOWN
+        or value is None
+        or not (arguments.get("enabled", True) or arguments.get("calibrating"))
+    ):
         return
     if is_known(value) and (not isinstance(value, RecipeValue) or value.dotted == "MMParams"):
         yield name, value, _OBJECT
@@ -211,58 +215,58 @@ def _of_context(dotted: str, given: Mapping[str, Any]) -> Iterator[tuple[str, An
             yield name, value, fault
 
 
-def refused(dotted: str, given: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+def refused(dotted: str, arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
     """(argument, value, reason) for each refused value of a call, of those that are known without a run.
 
     dotted: the canonical name; `….forward` for a call of a layer.
     """
-    for name, limit in _limits(dotted, given).items():
-        value = given.get(name, UNKNOWN)
-        if name in given and is_known(value) and not limit.allows(value):
+    for name, limit in _limits(dotted, arguments).items():
+        value = arguments.get(name, UNKNOWN)
+        if name in arguments and is_known(value) and not limit.allows(value):
             yield name, value, limit.text
     recipe = recipe_class(dotted)
     if recipe is not None and recipe in _RECIPES:
-        yield from _of_recipe(recipe, given)
+        yield from _of_recipe(recipe, arguments)
     if dotted in _ACCELERATES:
-        yield from _of_accelerate(given)
+        yield from _of_accelerate(arguments)
     if dotted in _CONTEXTS:
-        yield from _of_context(dotted, given)
+        yield from _of_context(dotted, arguments)
     if dotted in _ROTATIONS:
-        yield from _alone_and_together(te.check_rotation, given)
+        yield from _alone_and_together(te.check_rotation, arguments)
     if dotted == _MOE:
-        yield from _of_experts(given)
+        yield from _of_experts(arguments)
     if dotted == "torch.sagemaker.init":
-        yield from _refused_keys(given.get("config"))
+        yield from _refused_keys(arguments.get("config"))
     if dotted == "sagemaker.inputs.TrainingInput":
-        yield from _refused_channel(given)
+        yield from _refused_channel(arguments)
     if dotted.startswith("sagemaker."):
-        yield from refused_by_trainer(dotted, given)
-    yield from _unfit(dotted.removeprefix(_TE), given)
+        yield from refused_by_trainer(dotted, arguments)
+    yield from _unfit(dotted.removeprefix(_TE), arguments)
 
 
-def _alone_and_together(check: Callable[[dict[str, Any]], Any], given: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+def _alone_and_together(check: Callable[[dict[str, Any]], Any], arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
     """Faults that a check finds in each known argument by itself, or else in all of them together.
 
     UNKNOWN stands for a tensor. With `OPTIONAL` or further unknown arguments, combinations are not checked.
     """
-    known = {name: value for name, value in given.items() if is_known(value) and name != REST}
-    there = {name: value for name, value in given.items() if name != REST and value is not OPTIONAL}
-    if REST in given or OPTIONAL in given.values():
+    known = {name: value for name, value in arguments.items() if is_known(value) and name != REST}
+    there = {name: value for name, value in arguments.items() if name != REST and value is not OPTIONAL}
+    if REST in arguments or OPTIONAL in arguments.values():
         there = {}
-    found = False
+    any_refused = False
     for name, value in known.items():
         if name not in te.LENGTHS and (fault := _fault(lambda: check({name: value}))) is not None:  # noqa: B023
             lone = _fault(lambda: check(there)) is not None  # together with the others it may be valid
             if lone or not there:
-                found = True
+                any_refused = True
                 yield name, value, fault
-    if not found and there and (fault := _fault(lambda: check(there))) is not None:
+    if not any_refused and there and (fault := _fault(lambda: check(there))) is not None:
         yield next(iter(there)), next(iter(there.values())), fault
 
 
-def _of_experts(given: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+def _of_experts(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
     """Refused values of a MoEConfig, each by itself."""
-    for name, value in given.items():
+    for name, value in arguments.items():
         if name == REST or not is_known(value):
             continue
         fault = _fault(lambda: MoEConfig(**{name: _real(value)}))  # noqa: B023
@@ -270,11 +274,11 @@ def _of_experts(given: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
             yield name, value, fault
 
 
-def _refused_channel(given: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+def _refused_channel(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
     """Refused arguments of a channel (`TrainingInput`)."""
-    if not {"s3_data", REST} & set(given):
+    if not {"s3_data", REST} & set(arguments):
         yield "s3_data", None, "give an address."
-    for name, value in given.items():
+    for name, value in arguments.items():
         if is_known(value) and name not in ("s3_data", REST):
             try:
                 TrainingInput("s3://bucket", **{name: value})
@@ -282,77 +286,79 @@ def _refused_channel(given: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]
                 yield name, value, str(error)
 
 
-def _unfit(layer: str, given: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+def _unfit(layer: str, arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
     """Values that contradict other arguments."""
     known = {
-        name: value for name, value in given.items() if is_known(value) and name != REST and not isinstance(value, RecipeValue)
+        name: value
+        for name, value in arguments.items()
+        if is_known(value) and name != REST and not isinstance(value, RecipeValue)
     }
     real = {name: _real(value) for name, value in known.items()}
     fault = _fault(lambda: te.check_layer(layer, real)) if "." not in layer else None
     if fault is not None:
         name = next((each for each in ("num_gqa_groups", "layer_type") if each in fault), "parameters_split")
-        yield name, given.get(name), fault
+        yield name, arguments.get(name), fault
     attention = layer.removesuffix(".forward") in _ATTENTIONS and layer.endswith(".forward")
     if attention:
         names = ("core_attention_bias_type", "core_attention_bias", "alibi_slopes", "softcap")
-        terms = {name: given[name] for name in (*names, REST) if name in given}
+        terms = {name: arguments[name] for name in (*names, REST) if name in arguments}
         if is_known(terms.get("core_attention_bias_type", "no_bias")):
             yield from _alone_and_together(_check_terms, terms)
-        lengths = {name: given[name] for name in (*te.LENGTHS, REST) if given.get(name) is not None}
+        lengths = {name: arguments[name] for name in (*te.LENGTHS, REST) if arguments.get(name) is not None}
         self_attention = not layer.startswith("DotProduct")
         yield from _alone_and_together(lambda each: te.check_lengths(each, self_attention=self_attention), lengths)
-    heads, groups = given.get("num_attention_heads"), given.get("num_gqa_groups")
+    heads, groups = arguments.get("num_attention_heads"), arguments.get("num_gqa_groups")
     if layer in _ATTENTIONS and isinstance(heads, int) and isinstance(groups, int) and groups > 0 and heads % groups:
         yield "num_gqa_groups", groups, f"it divides num_attention_heads = {heads}."
-    params, activation = given.get("activation_params"), given.get("activation", "gelu")
+    params, activation = arguments.get("activation_params"), arguments.get("activation", "gelu")
     plain = layer in ("LayerNormMLP", "TransformerLayer") and is_known(activation) and activation != "clamped_swiglu"
     if plain and params and is_known(params):
         yield "activation_params", params, f"{activation!r} has none: clamped_swiglu has."
     taken = tables("octavo.nn.arguments", ("_CLAMP",)).get("_CLAMP", {})
     if activation == "clamped_swiglu" and isinstance(params, dict) and is_known(params) and set(params) - set(taken):
         yield "activation_params", params, f"its keys are {', '.join(taken)}."
-    sizes = [given.get(name) for name in ("normalized_shape", "hidden_size")]
-    if layer in ("LayerNorm", "RMSNorm") and sizes == [None, None] and REST not in given:
+    sizes = [arguments.get(name) for name in ("normalized_shape", "hidden_size")]
+    if layer in ("LayerNorm", "RMSNorm") and sizes == [None, None] and REST not in arguments:
         yield "normalized_shape", None, "give one size, that of the last dimension."
 
 
-def _check_terms(given: Mapping[str, Any]) -> None:
-    cap = given.get("softcap")
-    te.check_cap_alone(te.cap_of(cap) if is_known(cap) else 0.0, te.check_terms(given))
+def _check_terms(arguments: Mapping[str, Any]) -> None:
+    cap = arguments.get("softcap")
+    te.check_cap_alone(te.cap_of(cap) if is_known(cap) else 0.0, te.check_terms(arguments))
 
 
-def unsure(dotted: str, given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def unsure(dotted: str, arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """(argument, limit in words) for each argument of a call that has a limit and whose value is known only at run time."""
-    for name, limit in _limits(dotted, given).items():
-        if name in given and limit.open and not is_known(given[name]):
+    for name, limit in _limits(dotted, arguments).items():
+        if name in arguments and limit.open and not is_known(arguments[name]):
             yield name, limit.text
     recipe = recipe_class(dotted)
-    for name, value in given.items() if recipe is not None or dotted in _ACCELERATES else ():
+    for name, value in arguments.items() if recipe is not None or dotted in _ACCELERATES else ():
         if name in _FIELDS and not is_known(value):
             yield name, _FIELDS[name]
     for name in ("moe_load_balancing", "global_token_shuffle") if dotted == _MOE else ():
-        if name in given and not is_known(given[name]):
+        if name in arguments and not is_known(arguments[name]):
             yield name, "transform refuses global_token_shuffle=True, and a router that SMP has not."
     if dotted in _CONTEXTS:
-        chosen, enabled = given.get(_CONTEXTS[dotted]), given.get("enabled", True)
+        chosen, enabled = arguments.get(_CONTEXTS[dotted]), arguments.get("enabled", True)
         if isinstance(chosen, RecipeValue):
             if enabled is UNKNOWN and chosen.dotted in te.OF_BLACKWELL:
                 yield "enabled", f"{chosen.dotted} is refused"
-        elif chosen is not None and not is_known(chosen) and (enabled or given.get("calibrating")):
+        elif chosen is not None and not is_known(chosen) and (enabled or arguments.get("calibrating")):
             yield _CONTEXTS[dotted], "MXFP8BlockScaling and NVFP4BlockScaling are refused."
     if dotted in _ROTATIONS:
         for name in ("tensor_format", "cp_size", "cp_rank", "interleaved"):
-            if name in given and not is_known(given[name]):
+            if name in arguments and not is_known(arguments[name]):
                 yield name, "formats are 'sbhd', 'bshd' and 'thd', and ranks whole numbers."
     layer = dotted.removeprefix(_TE)
     if layer.removesuffix(".forward") in _ATTENTIONS and layer.endswith(".forward"):
-        there = [name for name in te.LENGTHS if given.get(name) is not None]
-        if there and layer.startswith(("Multihead", "Transformer")) and "cu_seqlens_kv" not in given:
+        there = [name for name in te.LENGTHS if arguments.get(name) is not None]
+        if there and layer.startswith(("Multihead", "Transformer")) and "cu_seqlens_kv" not in arguments:
             yield there[0], "cross-attention and decoders take cu_seqlens_kv too."
         if there:
             yield there[0], "it has to fit the mask type, the format and the tokens."
     if dotted == "torch.sagemaker.init":
-        config = given.get("config")
+        config = arguments.get("config")
         if config is UNKNOWN or (isinstance(config, dict) and REST in config):
             yield "config", "keys are SMP's, and degrees fit the ranks."
 
@@ -385,28 +391,30 @@ def of_state(dotted: str) -> str | None:
     return UNSEEN if is_trainer(dotted) else _OF_STATE.get(dotted)
 
 
-def of_call(layer: str, given: Mapping[str, Any], makings: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def of_call(layer: str, arguments: Mapping[str, Any], makings: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Requirements of a call of attention, from `makings`: the constructor arguments of such layers in the script."""
     name = layer.removeprefix(_TE).removesuffix(".forward")
-    if name not in _ATTENTIONS or REST in given:
+    if name not in _ATTENTIONS or REST in arguments:
         return
     kind = "self_attn_mask_type" if name == "TransformerLayer" else "attn_mask_type"
     order = "attn_input_format" if name == "TransformerLayer" else "qkv_format"
-    kinds = [given[kind]] if given.get(kind) is not None else [layer.get(kind, "causal") for layer in makings] or ["causal"]
-    lengths = any(given.get(each) is not None for each in te.LENGTHS)
+    kinds = (
+        [arguments[kind]] if arguments.get(kind) is not None else [layer.get(kind, "causal") for layer in makings] or ["causal"]
+    )
+    lengths = any(arguments.get(each) is not None for each in te.LENGTHS)
     masked = any(not isinstance(each, str) or "padding" in each or each == "arbitrary" for each in kinds)
-    if masked and given.get("attention_mask") is None and not lengths:
+    if masked and arguments.get("attention_mask") is None and not lengths:
         yield f"{kind} may be one that takes attention_mask or lengths, and the call has neither"
-    if any(layer.get(order, "sbhd") not in ("sbhd", "bshd") for layer in (*makings, given)):
+    if any(layer.get(order, "sbhd") not in ("sbhd", "bshd") for layer in (*makings, arguments)):
         yield "packed sequences take lengths, and a mask type with padding"
     of_cross = [layer.get("layer_type", layer.get("attention_type")) in ("cross", "decoder") for layer in makings]
     unsure_kind = any(UNKNOWN in (layer.get("layer_type"), layer.get("attention_type")) or REST in layer for layer in makings)
-    encoded = given.get("encoder_output") is not None
+    encoded = arguments.get("encoder_output") is not None
     if name != "DotProductAttention" and (any(of_cross) or unsure_kind) and not encoded:
         yield "cross-attention takes encoder_output"
     if name != "DotProductAttention" and encoded and not (of_cross and all(of_cross)):
         yield "encoder_output is of cross-attention alone"
-    if name == "TransformerLayer" and given.get("enc_dec_attn_mask") is not None and not all(of_cross):
+    if name == "TransformerLayer" and arguments.get("enc_dec_attn_mask") is not None and not all(of_cross):
         yield "enc_dec_attn_mask is of decoders alone"
 
 
@@ -519,18 +527,18 @@ _USUAL = ("use_reentrant", "distribute_saved_activations", "preserve_rng_state",
 _NO_REFERENCE = SimpleNamespace(ACTIVATIONS=())
 
 
-def _limits(dotted: str, given: Mapping[str, Any]) -> dict[str, Limit]:
+def _limits(dotted: str, arguments: Mapping[str, Any]) -> dict[str, Limit]:
     if not dotted.startswith(_TE):
         return _CALLS.get(dotted, {})
     if dotted in _CALLS:
-        off = not given.get("enabled", True)
+        off = not arguments.get("enabled", True)
         return {} if off else _CALLS[dotted]
     layer = dotted.removeprefix(_TE)
     limits = dict(_of_layers().get(layer, {}))
-    if layer == "MultiheadAttention" and not given.get("input_layernorm"):
+    if layer == "MultiheadAttention" and not arguments.get("input_layernorm"):
         limits.pop("normalization", None)
     if not layer.endswith(".forward"):
-        size, group = given.get("tp_size", 1), given.get("tp_group")
+        size, group = arguments.get("tp_size", 1), arguments.get("tp_group")
         if group is None and size in (None, 1):
             return {name: limit for name, limit in limits.items() if name not in _TP}
         if not is_known(group) or not is_known(size):  # one note is enough
@@ -542,12 +550,12 @@ def _limits(dotted: str, given: Mapping[str, Any]) -> dict[str, Limit]:
 def _of_layers() -> dict[str, dict[str, Limit]]:
     """Layer, or layer.forward → argument → its limit; arguments without a limit are left out."""
     names = tables("octavo.kernels.reference", ("ACTIVATIONS",))
-    found = tables("octavo.nn.arguments", ("ARGUMENTS", "ACTIVATIONS", "FORMATS"), reference=SimpleNamespace(**names))
+    of_nn = tables("octavo.nn.arguments", ("ARGUMENTS", "ACTIVATIONS", "FORMATS"), reference=SimpleNamespace(**names))
     masks = one_of(*tables("octavo.compat.te.masks", ("TYPES",)).get("TYPES", ()))
     formats = one_of(*te.FORMATS)
     more = {
         "normalization": one_of(*tables("octavo.nn.norm", ("NORMS",)).get("NORMS", ())),
-        "activation": one_of(*found.get("ACTIVATIONS", ()), "clamped_swiglu"),
+        "activation": one_of(*of_nn.get("ACTIVATIONS", ()), "clamped_swiglu"),
         "qkv_format": formats, "attn_input_format": formats, "attn_mask_type": masks, "self_attn_mask_type": masks,
         "window_size": _WINDOWS, "attention_dropout": _DROPOUT, "hidden_dropout": _DROPOUT, "drop_path_rate": _DROPOUT,
         "qk_norm_type": one_of(None, "L2Normalization", *tables("octavo.nn.norm", ("NORMS",)).get("NORMS", ())),
@@ -558,7 +566,7 @@ def _of_layers() -> dict[str, dict[str, Limit]]:
         **dict.fromkeys(("fuse_qkv_params", "qkv_weight_interleaved", "rotary_pos_interleaved", "return_max_logit"), _FLAG),
     }  # fmt: skip
     limits: dict[str, dict[str, Limit]] = {"Linear.forward": {}, "LayerNormLinear.forward": {}}
-    for layer, arguments in found.get("ARGUMENTS", {}).items():
+    for layer, arguments in of_nn.get("ARGUMENTS", {}).items():
         limits[layer] = {
             name: one_of(*only.values, way=only.instead)
             for name, only in arguments.items()

@@ -177,7 +177,7 @@ class Meanings:
         )
         kinds = self.layers_of(called)
         if not kinds and isinstance(called, ast.Attribute):  # an attribute of another object: by its name
-            kinds = {None, *(kind for key, found in self._layers.items() if key.endswith(f".{called.attr}") for kind in found)}
+            kinds = {None, *(kind for key, each in self._layers.items() if key.endswith(f".{called.attr}") for kind in each)}
         return [Target(f"{kind}.forward", sure=len(kinds) == 1) for kind in sorted(filter(None, kinds))]
 
     def stray_way(self, node: ast.AST) -> str | None:
@@ -264,10 +264,10 @@ class Meanings:
     def layers_of(self, node: ast.AST | None) -> set[str | None]:
         """The layers that an expression may be, with None if it may be something else; empty for no layer."""
         if isinstance(node, ast.Name | ast.Attribute):
-            found: set[str | None] = set()
+            layers: set[str | None] = set()
             for key in self._keys(node):
-                found |= self._layers.get(key, set())
-            return found if any(found) else set()
+                layers |= self._layers.get(key, set())
+            return layers if any(layers) else set()
         if isinstance(node, ast.IfExp):
             left, right = self.layers_of(node.body), self.layers_of(node.orelse)
             return (left or {None}) | (right or {None}) if left or right else set()
@@ -306,8 +306,8 @@ class Meanings:
             parameters = [each.arg for each in (*function.args.posonlyargs, *function.args.args)]
             if isinstance(call.func, ast.Attribute) and parameters[:1] in (["self"], ["cls"]):
                 del parameters[0]
-            given = [*zip(parameters, call.args, strict=False), *((word.arg, word.value) for word in call.keywords)]
-            for parameter, value in given:
+            passed = [*zip(parameters, call.args, strict=False), *((word.arg, word.value) for word in call.keywords)]
+            for parameter, value in passed:
                 kinds = self.layers_of(value)
                 if parameter and kinds:
                     self._layers.setdefault(parameter, set()).update(kinds)
@@ -322,11 +322,11 @@ class Meanings:
         """(key of the name, or None if it is known only at run time; value) of a call that registers a module."""
         by_method = isinstance(call.func, ast.Attribute) and call.func.attr in ("add_module", "register_module")
         by_name = isinstance(call.func, ast.Name) and call.func.id == "setattr"
-        given = [*call.args, *(word.value for word in call.keywords)]
-        if by_method and isinstance(call.func, ast.Attribute) and len(given) == 2:
-            owner, name, value = call.func.value, given[0], given[1]
-        elif by_name and len(given) == 3:
-            owner, name, value = given
+        values = [*call.args, *(word.value for word in call.keywords)]
+        if by_method and isinstance(call.func, ast.Attribute) and len(values) == 2:
+            owner, name, value = call.func.value, values[0], values[1]
+        elif by_name and len(values) == 3:
+            owner, name, value = values
         else:
             return
         if not (isinstance(name, ast.Constant) and isinstance(name.value, str)):
@@ -340,11 +340,11 @@ class Meanings:
             is_self = isinstance(owner, ast.Name)
             yield f"{getattr(around, 'name', '') if is_self else ''}:self.{name.value}", value
 
-    def _by_default(self, given: ast.arguments) -> None:
+    def _by_default(self, args: ast.arguments) -> None:
         """Bind parameters to layers in their defaults; calls may pass something else."""
-        names = [*given.posonlyargs, *given.args]
-        pairs = [*zip(reversed(names), reversed(given.defaults), strict=False)]
-        pairs += [(name, value) for name, value in zip(given.kwonlyargs, given.kw_defaults, strict=True) if value is not None]
+        names = [*args.posonlyargs, *args.args]
+        pairs = [*zip(reversed(names), reversed(args.defaults), strict=False)]
+        pairs += [(name, value) for name, value in zip(args.kwonlyargs, args.kw_defaults, strict=True) if value is not None]
         for name, value in pairs:
             if kinds := self.layers_of(value):
                 self._layers.setdefault(name.arg, set()).update(kinds | {None})
@@ -410,14 +410,14 @@ def assigned(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
 
 def _bound_otherwise(nodes: Iterable[ast.AST]) -> set[str]:
     """Names bound by anything but an import. Assignments of constants do not count, such as `name = None` in an `except`."""
-    found: set[str] = set()
+    names: set[str] = set()
     plain: Callable[[ast.AST], bool] = lambda value: isinstance(value, ast.Constant)  # noqa: E731
     constant = {id(target) for node in nodes for target, value in assigned(node) if plain(value)}
     for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found.add(node.name)
+            names.add(node.name)
         elif isinstance(node, ast.arg):
-            found.add(node.arg)
+            names.add(node.arg)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and id(node) not in constant:
-            found.add(node.id)
-    return found
+            names.add(node.id)
+    return names

@@ -70,15 +70,15 @@ def notebook(path: Path, notes: list[str], first: list[int]) -> str:
         raise InputError(
             f"{str(path)!r} is no notebook. Give a .py file, or an .ipynb file that Jupyter has written."
         ) from None
-    found: list[str] = []
+    python: list[str] = []
     for number, source in enumerate(sources, start=1):
         lines = source.splitlines()
-        first.append(len(found) + 1)
+        first.append(len(python) + 1)
         if source.startswith("%%"):
             magic = lines[0][2:].split()
             if not magic or magic[0] not in _PYTHON_CELLS:
                 notes.append(f"code cell {number} is not read: {lines[0].strip()}")
-                found += [_of_other(magic, lines[0]), *([""] * (len(lines) - 1))]
+                python += [_of_other(magic, lines[0]), *([""] * (len(lines) - 1))]
                 continue
             separate = magic[0] in _APART and any(line.strip() for line in lines[1:])
             lines = ["with __command__():", *(f" {line}" for line in lines[1:])] if separate else ["", *lines[1:]]
@@ -91,8 +91,8 @@ def notebook(path: Path, notes: list[str], first: list[int]) -> str:
                 f"code cell {number} is not read, line {error.lineno}: {error.msg}: {(error.text or '').strip()[:80]!r}"
             )
             lines = [""] * len(lines)
-        found += lines
-    return "\n".join(found)
+        python += lines
+    return "\n".join(python)
 
 
 def _of_other(magic: list[str], line: str) -> str:
@@ -105,16 +105,16 @@ def _of_other(magic: list[str], line: str) -> str:
 
 def _statements(lines: list[str], number: int, notes: list[str]) -> list[str]:
     """The lines of a cell with a statement for each command, also for commands of several lines."""
-    found: list[str] = []
+    python: list[str] = []
     goes_on = False
     for line in lines:
         command = _COMMAND.match(line)
         if goes_on:
-            found.append("")
+            python.append("")
         else:
-            found.append(line if command is None else _in_python(command, number, notes))
+            python.append(line if command is None else _in_python(command, number, notes))
         goes_on = (goes_on or command is not None) and line.rstrip().endswith("\\")
-    return found
+    return python
 
 
 def _in_python(command: re.Match[str], number: int, notes: list[str]) -> str:

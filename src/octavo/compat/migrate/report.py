@@ -24,14 +24,14 @@ def figures(script: Script) -> dict[str, Any]:
         "read_whole": not script.notes,
         "uses": [_row(use) for use in script.uses],
         "needs_gpu": [{"line": line, "what": text} for line, text in script.needs_gpu],
-        "estimators": [told(given, _folder(script)) for given in script.estimators],
+        "estimators": [told(estimator, _folder(script)) for estimator in script.estimators],
         "notes": script.notes,
     }
 
 
 def runs_unchanged(script: Script) -> bool:
     """True if no name in the script is absent, and no call of an estimator is refused."""
-    return not _absent(script) and not any(told(given, _folder(script))["refused"] for given in script.estimators)
+    return not _absent(script) and not any(told(estimator, _folder(script))["refused"] for estimator in script.estimators)
 
 
 def _folder(script: Script) -> Path:
@@ -49,41 +49,41 @@ def lines(script: Script) -> list[str]:
         read = ", as far as it is read" if script.notes else ""
         nothing = f"{script.path}: nothing of SMP, Transformer Engine, FSDP1, Accelerate or SageMaker's SDK{read}."
         return [nothing, *(f"! {note}" for note in script.notes)]
-    libraries = dict.fromkeys(use.library for use in script.uses)
+    libraries = ", ".join(dict.fromkeys(use.library for use in script.uses)) or "other libraries"
     count, of_cells = len(script.uses), "; code cell:line" if script.cells else ""
-    found = [f"{script.path}: {count} use{'' if count == 1 else 's'} of {', '.join(libraries) or 'other libraries'}{of_cells}."]
+    report = [f"{script.path}: {count} use{'' if count == 1 else 's'} of {libraries}{of_cells}."]
     first: dict[str, str] = {}
     for use in script.uses:
         row, mark = _row(use), _MARKS[use.row.status if use.row else None]
         if use.name in first:
-            found.append(f"{mark} {script.place(use.line):>4}  {use.name} (as in line {first[use.name]})")
+            report.append(f"{mark} {script.place(use.line):>4}  {use.name} (as in line {first[use.name]})")
             continue
         first[use.name] = script.place(use.line)
-        found.append(f"{mark} {script.place(use.line):>4}  {use.name}")
-        found.append(f"        here: {row['here']}")
+        report.append(f"{mark} {script.place(use.line):>4}  {use.name}")
+        report.append(f"        here: {row['here']}")
         if row["change"]:
-            found.append(f"        in Octavo's names: {row['change']}")
+            report.append(f"        in Octavo's names: {row['change']}")
     for line, text in script.needs_gpu:
-        found.append(f"! {script.place(line):>4}  {text}")
-        found.append("        here: needs a GPU; everything else runs on a CPU too")
-    found += [f"! {note}" for note in script.notes]
-    for given in script.estimators:
-        call = told(given, _folder(script))
-        found.append(f"Estimator: {call['ranks']}.")
-        found += [f"  {name} has no meaning outside of AWS" for name in call["meaningless"]]
-        found += [f"x {fault}" for fault in call["refused"]]
-        found += [f"! {fault}" for fault in call["unchecked"]]
+        report.append(f"! {script.place(line):>4}  {text}")
+        report.append("        here: needs a GPU; everything else runs on a CPU too")
+    report += [f"! {note}" for note in script.notes]
+    for estimator in script.estimators:
+        call = told(estimator, _folder(script))
+        report.append(f"Estimator: {call['ranks']}.")
+        report += [f"  {name} has no meaning outside of AWS" for name in call["meaningless"]]
+        report += [f"x {fault}" for fault in call["refused"]]
+        report += [f"! {fault}" for fault in call["unchecked"]]
     marks = {use.row.status if use.row else "absent" for use in script.uses} | (
         {"differs"} if script.needs_gpu or script.notes else set()
     )
     legend = [f"{_MARKS[status]} {text}" for status, text in _LEGEND.items() if status in marks]
-    found += ["", *([f"({'; '.join(legend)})"] if legend else []), *_end(script)]
-    return found
+    report += ["", *([f"({'; '.join(legend)})"] if legend else []), *_end(script)]
+    return report
 
 
 def _end(script: Script) -> list[str]:
     change = [f"{use.name} (line {script.place(use.line)})" for use in _absent(script)]
-    if any(told(given, _folder(script))["refused"] for given in script.estimators):
+    if any(told(estimator, _folder(script))["refused"] for estimator in script.estimators):
         change.append("the arguments of an estimator marked x")
     if change:
         return [f"To change first: {', '.join(change)}."]
@@ -92,7 +92,7 @@ def _end(script: Script) -> list[str]:
     if script.is_module:
         names = "As far as it is read, every name is there" if script.notes else "Every name is there"
         return [f"{names}. It is a module: run the script that imports it."]
-    unchecked = any(told(given, _folder(script))["unchecked"] for given in script.estimators)
+    unchecked = any(told(estimator, _folder(script))["unchecked"] for estimator in script.estimators)
     hedges = ("refused", "has to be installed")
     refused = any(each in use.row.here for use in script.uses if use.row is not None for each in hedges)
     runs = "As far as it is read, it runs unchanged" if script.notes or refused or unchecked else "It runs unchanged"

@@ -61,21 +61,23 @@ def run_file(scripts: Sequence[Script], *, world_size: int | None = None) -> str
     for script in scripts:
         draft.notes += [f"{script.path.name}: {note}" for note in script.notes if note.startswith("code cell")]
     _unknown_arguments(values, origins, draft)
-    given = DEFAULTS | dict.fromkeys(OPTIONAL) | values
+    arguments = DEFAULTS | dict.fromkeys(OPTIONAL) | values
     for name in ("train_batch_size", "gradient_accumulation_steps", "lr"):
-        if not given[name] > 0:
-            raise InputError(f"{name} = {given[name]} trains nothing: give more than 0.")
+        if not arguments[name] > 0:
+            raise InputError(f"{name} = {arguments[name]} trains nothing: give more than 0.")
 
     def of(*names: str) -> str:
-        return ", ".join(f"{name} = {_shown(given[name])}" + ("" if name in origins else " (SMP's default)") for name in names)
+        return ", ".join(
+            f"{name} = {_shown(arguments[name])}" + ("" if name in origins else " (SMP's default)") for name in names
+        )
 
-    _model(given, of, estimator, draft)
-    _data(given, of, estimator, draft)
-    degrees = _parallel(given, of, estimator, ranks, draft)
-    _moe(given, of, draft)
-    _fp8(given, of, draft)
-    _optimizer(given, of, draft)
-    _train(given, of, max(1, ranks // degrees), draft)
+    _model(arguments, of, estimator, draft)
+    _data(arguments, of, estimator, draft)
+    degrees = _parallel(arguments, of, estimator, ranks, draft)
+    _moe(arguments, of, draft)
+    _fp8(arguments, of, draft)
+    _optimizer(arguments, of, draft)
+    _train(arguments, of, max(1, ranks // degrees), draft)
     return _text(scripts, draft, ranks)
 
 
@@ -178,8 +180,8 @@ def _number(name: str, value: Any) -> Any:
         return int(text == "true")
     for kind in (int, float):
         with contextlib.suppress(ValueError, OverflowError):
-            if math.isfinite(found := kind(text)):
-                return found
+            if math.isfinite(number := kind(text)):
+                return number
     raise InputError(f"{name} = {value!r} is not a number.")
 
 
@@ -200,9 +202,9 @@ def _unknown_arguments(values: Mapping[str, Any], origins: set[str], draft: _Dra
         draft.notes.append(f"need no key: {', '.join(needless)}")
 
 
-def _model(given: Mapping[str, Any], of: Any, estimator: Mapping[str, Any], draft: _Draft) -> None:
-    source = given[_PRETRAINED]
-    kind = str(given["model_type"])
+def _model(arguments: Mapping[str, Any], of: Any, estimator: Mapping[str, Any], draft: _Draft) -> None:
+    source = arguments[_PRETRAINED]
+    kind = str(arguments["model_type"])
     if source is UNKNOWN:
         draft.put("model.source", "PRETRAINED-MODEL", f"{_PRETRAINED} is known only at run time: give its name or folder")
         draft.put("model.load", True, "its weights")
@@ -212,74 +214,74 @@ def _model(given: Mapping[str, Any], of: Any, estimator: Mapping[str, Any], draf
         draft.put("model.load", True, "its weights")
     elif kind in SHAPES:
         draft.put("model.source", SHAPES[kind], f"{of('model_type')}; sizes below")
-        draft.put("model.config", _sizes(kind, given), "sizes from the arguments")
+        draft.put("model.config", _sizes(kind, arguments), "sizes from the arguments")
     else:
         draft.put("model.source", f"FOLDER-OF-{kind.upper()}", f"{of('model_type')}: give a folder with its config.json")
-    draft.put("model.dtype", "bfloat16" if given["bf16"] else "float32", of("bf16"))
+    draft.put("model.dtype", "bfloat16" if arguments["bf16"] else "float32", of("bf16"))
 
 
-def _sizes(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    hidden, heads = given["hidden_width"], given["num_heads"]
-    found = {
-        "vocab_size": given["vocab_size"],
+def _sizes(kind: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    hidden, heads = arguments["hidden_width"], arguments["num_heads"]
+    sizes = {
+        "vocab_size": arguments["vocab_size"],
         "hidden_size": hidden,
-        "num_hidden_layers": given["num_layers"],
+        "num_hidden_layers": arguments["num_layers"],
         "num_attention_heads": heads,
-        "max_position_embeddings": given["max_context_width"],
-        "initializer_range": given["initializer_range"],
+        "max_position_embeddings": arguments["max_context_width"],
+        "initializer_range": arguments["initializer_range"],
     }
     if kind == "gpt_neox":
-        rope = {"rope_theta": float(given["rotary_emb_base"]), "partial_rotary_factor": given["rotary_pct"]}
-        return found | {"intermediate_size": 4 * hidden, "rope_parameters": {"rope_type": "default"} | rope}
+        rope = {"rope_theta": float(arguments["rotary_emb_base"]), "partial_rotary_factor": arguments["rotary_pct"]}
+        return sizes | {"intermediate_size": 4 * hidden, "rope_parameters": {"rope_type": "default"} | rope}
     llama = kind.startswith("llama")
-    inner = given["llama_intermediate_size" if llama else "intermediate_size"]
-    found |= {"intermediate_size": inner, "num_key_value_heads": given["num_key_value_heads"] or heads}
+    inner = arguments["llama_intermediate_size" if llama else "intermediate_size"]
+    sizes |= {"intermediate_size": inner, "num_key_value_heads": arguments["num_key_value_heads"] or heads}
     if llama:
-        return found | {"rope_parameters": _llama_rope(kind, given)}
+        return sizes | {"rope_parameters": _llama_rope(kind, arguments)}
     if kind == "mixtral":
-        found |= {key: given[key] for key in ("num_local_experts", "num_experts_per_tok")}
+        sizes |= {key: arguments[key] for key in ("num_local_experts", "num_experts_per_tok")}
     if kind == "mistral":
         # TOML has no None for "no window": one of all positions is the same, where the shape has 4,096
-        found |= {"rms_norm_eps": 1e-6, "sliding_window": given["max_context_width"]}
-    if given["sliding_window"] is not None:
-        found["sliding_window"] = given["sliding_window"]
-    return found
+        sizes |= {"rms_norm_eps": 1e-6, "sliding_window": arguments["max_context_width"]}
+    if arguments["sliding_window"] is not None:
+        sizes["sliding_window"] = arguments["sliding_window"]
+    return sizes
 
 
-def _llama_rope(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def _llama_rope(kind: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The rotary embedding of the example's Llama; "llama_v3" may have the scaling of Llama 3.1.
 
     Raises:
         InputError: a scaling that the example does not have.
     """
-    theta, scaling = float(given["rotary_emb_base"]), given["rope_scaling_type"]
+    theta, scaling = float(arguments["rotary_emb_base"]), arguments["rope_scaling_type"]
     if kind != "llama_v3" or scaling in (None, "None"):
         return {"rope_type": "default", "rope_theta": theta}
     if scaling != "llama3":
         raise InputError(f"rope_scaling_type = {scaling!r} is not in SMP's example: 'llama3' is, or leave it out.")
-    numbers = {key: given[f"rope_scaling_{key}"] for key in ROPE_SCALING}
+    numbers = {key: arguments[f"rope_scaling_{key}"] for key in ROPE_SCALING}
     return {"rope_type": "llama3", "rope_theta": theta} | numbers
 
 
-def _data(given: Mapping[str, Any], of: Any, estimator: Mapping[str, Any], draft: _Draft) -> None:
-    files, kind = _files(given, of)
-    if given["use_synthetic_data"]:
+def _data(arguments: Mapping[str, Any], of: Any, estimator: Mapping[str, Any], draft: _Draft) -> None:
+    files, kind = _files(arguments, of)
+    if arguments["use_synthetic_data"]:
         draft.notes.append(
             "use_synthetic_data = 1 trains on random tokens, without validation: give data.source a folder of text"
         )
     for key, name, channel in (("source", "training_dir", "train"), ("validation_source", "test_dir", "test")):
-        if isinstance(given[name], str):
-            folder, where = _of_channel(given[name], estimator)
+        if isinstance(arguments[name], str):
+            folder, where = _of_channel(arguments[name], estimator)
             draft.put(f"data.{key}", f"{folder.rstrip('/')}{files}", f"{of(name)}{where}, {kind}")
         elif (path := _channel(channel, estimator)) is not None:
             draft.put(f"data.{key}", f"{path}{files}", f"the channel {channel}, {kind}")
         else:
             draft.put(f"data.{key}", f"{channel}{files}", f"the channel {channel}: give its folder; {kind}")
-    draft.put("data.sequence_length", given["max_context_width"], of("max_context_width"))
+    draft.put("data.sequence_length", arguments["max_context_width"], of("max_context_width"))
     draft.put("data.packing", "join", "chunks of one length")
-    if given["data_num_workers"]:
-        draft.put("data.workers", given["data_num_workers"], of("data_num_workers"))
-    draft.put("data.seed", given["seed"], of("seed"))
+    if arguments["data_num_workers"]:
+        draft.put("data.workers", arguments["data_num_workers"], of("data_num_workers"))
+    draft.put("data.seed", arguments["seed"], of("seed"))
 
 
 def _channel(name: str, estimator: Mapping[str, Any]) -> Path | None:
@@ -298,35 +300,35 @@ def _of_channel(path: str, estimator: Mapping[str, Any]) -> tuple[str, str]:
     return str(Path(folder or name) / inside), "" if folder else f"; the channel {name}: give its folder"
 
 
-def _files(given: Mapping[str, Any], of: Any) -> tuple[str, str]:
+def _files(arguments: Mapping[str, Any], of: Any) -> tuple[str, str]:
     """Files that the example reads of a folder, as the end of a path, and the arguments that say so.
 
     Raises:
         InputError: a kind of data that Octavo does not read.
     """
-    if given["dataset_type"] == "hf":  # load_from_disk
+    if arguments["dataset_type"] == "hf":  # load_from_disk
         return "", str(of("dataset_type"))
-    if given["dataset_type"] != "gpt_jsonl":
+    if arguments["dataset_type"] != "gpt_jsonl":
         raise InputError(
-            f"dataset_type = {given['dataset_type']!r} is data that Octavo does not read: 'gpt_jsonl' and 'hf' are."
+            f"dataset_type = {arguments['dataset_type']!r} is data that Octavo does not read: 'gpt_jsonl' and 'hf' are."
         )
-    return ("/*.json.gz" if given["zipped_data"] > 0 else "/*.json"), str(of("zipped_data"))
+    return ("/*.json.gz" if arguments["zipped_data"] > 0 else "/*.json"), str(of("zipped_data"))
 
 
-def _parallel(given: Mapping[str, Any], of: Any, estimator: Mapping[str, Any], ranks: int, draft: _Draft) -> int:
+def _parallel(arguments: Mapping[str, Any], of: Any, estimator: Mapping[str, Any], ranks: int, draft: _Draft) -> int:
     """Put the degrees into the draft; returns the number of ranks that share a sample.
 
     Raises:
         InputError: the degrees do not fit the ranks.
     """
     try:
-        fit_degrees(**{name: given[name] for name in DEGREES if given[name] is not None}, world_size=ranks)
+        fit_degrees(**{name: arguments[name] for name in DEGREES if arguments[name] is not None}, world_size=ranks)
     except InputError as error:
         raise InputError(_in_users_names(str(error), estimator, ranks)) from None
     for name in DEGREES:
-        if given[name] is not None:
-            draft.put(f"parallel.{name}", given[name], of(name))
-    strategy, shard = str(given["sharding_strategy"]).lower(), given["hybrid_shard_degree"] or 0
+        if arguments[name] is not None:
+            draft.put(f"parallel.{name}", arguments[name], of(name))
+    strategy, shard = str(arguments["sharding_strategy"]).lower(), arguments["hybrid_shard_degree"] or 0
     count = estimator.get("instance_count", 1)
     if not shard and "hybrid" in strategy and isinstance(count, int) and count > 1:
         draft.put("parallel.hybrid_shard_degree", ranks // count, f"{of('sharding_strategy')}: within a machine")
@@ -334,20 +336,20 @@ def _parallel(given: Mapping[str, Any], of: Any, estimator: Mapping[str, Any], r
         draft.put("parallel.hybrid_shard_degree", 1, of("sharding_strategy"))
     if strategy in ("full_shard", "shard_grad_op", "_hybrid_shard_zero2"):
         draft.put("parallel.reshard_after_forward", strategy == "full_shard", of("sharding_strategy"))
-    if given["bf16"]:
+    if arguments["bf16"]:
         draft.put("parallel.reduce_dtype", "bfloat16", "MixedPrecision of the example; Octavo's default is float32")
-    if given["sm_activation_offloading"]:
+    if arguments["sm_activation_offloading"]:
         draft.put("parallel.sm_activation_offloading", True, of("sm_activation_offloading"))
-        if given["activation_loading_horizon"]:
+        if arguments["activation_loading_horizon"]:
             draft.put(
-                "parallel.activation_loading_horizon", given["activation_loading_horizon"], of("activation_loading_horizon")
+                "parallel.activation_loading_horizon", arguments["activation_loading_horizon"], of("activation_loading_horizon")
             )
-    elif given["sm_activation_offloading"] is None:
+    elif arguments["sm_activation_offloading"] is None:
         draft.notes.append(
             "SMP offloads activations by default, where the script calls offload_wrapper: then set "
             "parallel.sm_activation_offloading = true"
         )
-    return int((given["context_parallel_degree"] or 1) * (given["tensor_parallel_degree"] or 1))
+    return int((arguments["context_parallel_degree"] or 1) * (arguments["tensor_parallel_degree"] or 1))
 
 
 def _in_users_names(text: str, estimator: Mapping[str, Any], ranks: int) -> str:
@@ -360,92 +362,92 @@ def _in_users_names(text: str, estimator: Mapping[str, Any], ranks: int) -> str:
         'distribution["smdistributed"]["modelparallel"]["parameters"]': parameters,
         "hyperparameters": hyperparameters,
     }
-    found = [f"{name} is in {place}" for name in DEGREES for place, table in places.items() if name in table]
-    where = "; ".join(found) or "degrees are its arguments"
+    sentences = [f"{name} is in {place}" for name in DEGREES for place, table in places.items() if name in table]
+    where = "; ".join(sentences) or "degrees are its arguments"
     kind, count = estimator.get("instance_type"), estimator.get("instance_count", 1)
     of_estimator = isinstance(kind, str) and isinstance(count, int) and _ranks(estimator) == ranks
     told = f"instance_type = {kind!r} and instance_count = {count}" if of_estimator else "--world-size"
     return f"{text.rstrip('.')}. In the script {where}; the {ranks} ranks are those of {told}."
 
 
-def _moe(given: Mapping[str, Any], of: Any, draft: _Draft) -> None:
-    if not given["moe"]:
+def _moe(arguments: Mapping[str, Any], of: Any, draft: _Draft) -> None:
+    if not arguments["moe"]:
         return
-    asked = given["moe_load_balancing"]
+    asked = arguments["moe_load_balancing"]
     draft.put("moe.moe_load_balancing", asked, of("moe_load_balancing"))
     if asked == "aux_loss":
-        draft.put("moe.moe_aux_loss_coeff", float(given["moe_aux_loss_coeff"]), of("moe_aux_loss_coeff"))
-    draft.put("moe.moe_z_loss_coeff", float(given["moe_z_loss_coeff"]), of("moe_z_loss_coeff"))
+        draft.put("moe.moe_aux_loss_coeff", float(arguments["moe_aux_loss_coeff"]), of("moe_aux_loss_coeff"))
+    draft.put("moe.moe_z_loss_coeff", float(arguments["moe_z_loss_coeff"]), of("moe_z_loss_coeff"))
     draft.notes.append("losses of [moe] are means over layers, where Megatron-LM, and SMP by it, adds layers up")
 
 
-def _fp8(given: Mapping[str, Any], of: Any, draft: _Draft) -> None:
+def _fp8(arguments: Mapping[str, Any], of: Any, draft: _Draft) -> None:
     smp = (
-        given["use_smp_implementation"]
-        or max(given[degree] or 1 for degree in ("context_parallel_degree", "tensor_parallel_degree")) > 1
+        arguments["use_smp_implementation"]
+        or max(arguments[degree] or 1 for degree in ("context_parallel_degree", "tensor_parallel_degree")) > 1
     )
-    enabled = bool(given["fp8"]) and bool(smp)
+    enabled = bool(arguments["fp8"]) and bool(smp)
     origin = of("fp8") if smp else f"{of('fp8')}, without effect as {of('use_smp_implementation')}"
     draft.put("fp8.enabled", enabled, origin)
     if enabled:
         draft.put("fp8.recipe", "delayed", "as in the example")
-        draft.put("fp8.amax_history_len", given["fp8_amax_history_len"], of("fp8_amax_history_len"))
-        draft.put("fp8.amax_compute_algo", given["fp8_amax_compute_algo"], of("fp8_amax_compute_algo"))
+        draft.put("fp8.amax_history_len", arguments["fp8_amax_history_len"], of("fp8_amax_history_len"))
+        draft.put("fp8.amax_compute_algo", arguments["fp8_amax_compute_algo"], of("fp8_amax_compute_algo"))
         draft.put("fp8.head", False, "as Transformer Engine; Octavo's default is faster")
         draft.put("fp8.fast_accumulation", False, "as Transformer Engine; Octavo's default is faster")
 
 
-def _optimizer(given: Mapping[str, Any], of: Any, draft: _Draft) -> None:
-    rate, iterations = given["lr"], given["lr_decay_iters"] or given["max_steps"]
+def _optimizer(arguments: Mapping[str, Any], of: Any, draft: _Draft) -> None:
+    rate, iterations = arguments["lr"], arguments["lr_decay_iters"] or arguments["max_steps"]
     draft.put("optimizer.lr", float(rate), of("lr"))
-    draft.put("optimizer.betas", [given["beta1"], given["beta2"]], of("beta1", "beta2"))
-    draft.put("optimizer.weight_decay", float(given["weight_decay"]), of("weight_decay"))
-    draft.put("optimizer.clip", float(given["grad_clip"]), of("grad_clip"))
-    warmup = round(given["warmup"] * iterations)
+    draft.put("optimizer.betas", [arguments["beta1"], arguments["beta2"]], of("beta1", "beta2"))
+    draft.put("optimizer.weight_decay", float(arguments["weight_decay"]), of("weight_decay"))
+    draft.put("optimizer.clip", float(arguments["grad_clip"]), of("grad_clip"))
+    warmup = round(arguments["warmup"] * iterations)
     draft.put("optimizer.warmup_steps", warmup, f"{of('warmup')} of {of('lr_decay_iters')}")
-    style = given["lr_decay_style"]
+    style = arguments["lr_decay_style"]
     if style in ("cosine", "linear", "constant"):
         draft.put("optimizer.schedule", style, of("lr_decay_style"))
     else:
         draft.put("optimizer.schedule", "cosine", f"there is no schedule {style!r}: choose cosine, linear, wsd or constant")
     if style != "constant":
-        draft.put("optimizer.min_lr_fraction", min(1.0, given["min_lr"] / rate), f"{of('min_lr')} / lr")
-    if given["plateau"]:
-        draft.notes.append(f"no key for plateau = {given['plateau']}; the schedule wsd stays at its peak")
-    if iterations != given["max_steps"]:
+        draft.put("optimizer.min_lr_fraction", min(1.0, arguments["min_lr"] / rate), f"{of('min_lr')} / lr")
+    if arguments["plateau"]:
+        draft.notes.append(f"no key for plateau = {arguments['plateau']}; the schedule wsd stays at its peak")
+    if iterations != arguments["max_steps"]:
         draft.notes.append(
             f"the schedule ends at train.steps; there it ends after {iterations} iterations, whatever max_steps is"
         )
 
 
-def _train(given: Mapping[str, Any], of: Any, samples: int, draft: _Draft) -> None:
+def _train(arguments: Mapping[str, Any], of: Any, samples: int, draft: _Draft) -> None:
     """samples: data-parallel ranks."""
-    micro, accumulation = given["train_batch_size"], given["gradient_accumulation_steps"]
-    steps = math.ceil(given["max_steps"] / accumulation)
+    micro, accumulation = arguments["train_batch_size"], arguments["gradient_accumulation_steps"]
+    steps = math.ceil(arguments["max_steps"] / accumulation)
     draft.put("train.steps", steps, of("max_steps") + (f" micro-batches / {accumulation}" if accumulation > 1 else ""))
     origin = f"{of('train_batch_size')} x {samples} data-parallel ranks"
     draft.put("train.global_batch", micro * accumulation * samples, origin + (f" x {accumulation}" if accumulation > 1 else ""))
     draft.put("train.micro_batch", micro, of("train_batch_size"))
-    draft.put("train.recompute", bool(given["activation_checkpointing"]), of("activation_checkpointing"))
-    draft.put("train.seed", given["seed"], of("seed"))
-    if given["use_synthetic_data"]:
+    draft.put("train.recompute", bool(arguments["activation_checkpointing"]), of("activation_checkpointing"))
+    draft.put("train.seed", arguments["seed"], of("seed"))
+    if arguments["use_synthetic_data"]:
         pass
-    elif given["validation_freq"] and given["validation_batches"] < 1:
-        draft.notes.append(f"no validation, as there: validation_batches = {given['validation_batches']} is no batch")
-    elif given["validation_freq"]:
-        draft.put("train.validate_every", math.ceil(given["validation_freq"] / accumulation), of("validation_freq"))
-    batches = math.ceil(given["validation_batches"] * given["val_batch_size"] * samples / micro)
+    elif arguments["validation_freq"] and arguments["validation_batches"] < 1:
+        draft.notes.append(f"no validation, as there: validation_batches = {arguments['validation_batches']} is no batch")
+    elif arguments["validation_freq"]:
+        draft.put("train.validate_every", math.ceil(arguments["validation_freq"] / accumulation), of("validation_freq"))
+    batches = math.ceil(arguments["validation_batches"] * arguments["val_batch_size"] * samples / micro)
     if batches > 0:
         each = f"{of('validation_batches', 'val_batch_size')} on each of {samples} ranks"
         draft.put("train.validate_batches", batches, each)
-    draft.put("checkpoint.every", math.ceil(given["checkpoint_freq"] / accumulation), of("checkpoint_freq"))
-    draft.put("checkpoint.keep", given["num_kept_checkpoints"], of("num_kept_checkpoints"))
-    draft.put("log.every", given["logging_freq"], of("logging_freq"))
-    if given["tensorboard_dir"]:
+    draft.put("checkpoint.every", math.ceil(arguments["checkpoint_freq"] / accumulation), of("checkpoint_freq"))
+    draft.put("checkpoint.keep", arguments["num_kept_checkpoints"], of("num_kept_checkpoints"))
+    draft.put("log.every", arguments["logging_freq"], of("logging_freq"))
+    if arguments["tensorboard_dir"]:
         draft.put("log.trackers", ["tensorboard"], of("tensorboard_dir"))
     for name in ("checkpoint_dir", "resume_from_checkpoint", "model_dir", "random_seed"):
-        if given[name] is not None:
-            draft.notes.append(f"{name} = {_shown(given[name])}: {_FOLDERS[name]}")
+        if arguments[name] is not None:
+            draft.notes.append(f"{name} = {_shown(arguments[name])}: {_FOLDERS[name]}")
 
 
 _CHANNELS = "/opt/ml/input/data/"

@@ -46,9 +46,9 @@ class Effects:
 
 def arguments(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> list[ast.arg]:
     """All parameters of a function."""
-    given = node.args
-    more = [each for each in (given.vararg, given.kwarg) if each is not None]
-    return [*given.posonlyargs, *given.args, *given.kwonlyargs, *more]
+    args = node.args
+    more = [each for each in (args.vararg, args.kwarg) if each is not None]
+    return [*args.posonlyargs, *args.args, *args.kwonlyargs, *more]
 
 
 def scope_nodes(parts: Iterable[ast.AST]) -> Iterator[ast.AST]:
@@ -70,12 +70,12 @@ def _evaluated_outside(node: Scope) -> list[ast.AST]:
     """Expressions of a definition that are evaluated in the enclosing scope."""
     if isinstance(node, ast.ClassDef):
         return [*node.decorator_list, *node.bases, *(word.value for word in node.keywords)]
-    found: list[ast.AST] = [*node.args.defaults, *(each for each in node.args.kw_defaults if each is not None)]
+    expressions: list[ast.AST] = [*node.args.defaults, *(each for each in node.args.kw_defaults if each is not None)]
     if not isinstance(node, ast.Lambda):
-        found += node.decorator_list
-        found += [each.annotation for each in arguments(node) if each.annotation is not None]
-        found += [node.returns] if node.returns is not None else []
-    return found
+        expressions += node.decorator_list
+        expressions += [each.annotation for each in arguments(node) if each.annotation is not None]
+        expressions += [node.returns] if node.returns is not None else []
+    return expressions
 
 
 def bound(parts: Iterable[ast.AST]) -> set[str]:
@@ -132,7 +132,7 @@ def starts_alone(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> s
         if not isinstance(each, ast.Expr | ast.Return):
             return set()
         body.append(each.value)
-    found: set[str] = set()
+    names: set[str] = set()
     for value in body:
         if isinstance(value, ast.Constant) or value is None:
             continue
@@ -141,11 +141,11 @@ def starts_alone(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> s
         function = value.func
         if not (isinstance(function, ast.Attribute) and function.attr == "fit" and isinstance(function.value, ast.Name)):
             return set()
-        given = [*value.args, *(word.value for word in value.keywords)]
-        if not all(isinstance(each, ast.Name | ast.Constant) for each in given):
+        values = [*value.args, *(word.value for word in value.keywords)]
+        if not all(isinstance(each, ast.Name | ast.Constant) for each in values):
             return set()
-        found.add(function.value.id)
-    return found
+        names.add(function.value.id)
+    return names
 
 
 class Scopes:
@@ -162,42 +162,42 @@ class Scopes:
 
     def of_function(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> Effects:
         """The effects of a function's body, nested functions included."""
-        found = Effects()
+        effects = Effects()
         body: list[ast.AST] = [node.body] if isinstance(node, ast.Lambda) else list(node.body)
-        self._gather(body, local_names(node), declared(body, ast.Global), declared(body, ast.Nonlocal), found)
-        return found
+        self._gather(body, local_names(node), declared(body, ast.Global), declared(body, ast.Nonlocal), effects)
+        return effects
 
     def of_code(self, parts: Iterable[ast.AST]) -> Effects:
         """The effects of code on the names of its scope, except names that it binds (`bound`)."""
-        found = Effects()
-        self._gather(list(parts), set(), set(), set(), found)
-        return found
+        effects = Effects()
+        self._gather(list(parts), set(), set(), set(), effects)
+        return effects
 
-    def _gather(self, parts: Iterable[ast.AST], local: set[str], shared: set[str], outer: set[str], found: Effects) -> None:
+    def _gather(self, parts: Iterable[ast.AST], local: set[str], shared: set[str], outer: set[str], effects: Effects) -> None:
         """Add the effects of code in one scope with these local, module's (`shared`) and enclosing (`outer`) names."""
         parts = list(parts)
-        self._walk(parts, local, shared, outer, found)
+        self._walk(parts, local, shared, outer, effects)
         names = bound(parts)
-        found.shared |= names & shared
-        found.outer |= names & outer
+        effects.shared |= names & shared
+        effects.outer |= names & outer
 
-    def _walk(self, parts: Iterable[ast.AST], local: set[str], shared: set[str], outer: set[str], found: Effects) -> None:
+    def _walk(self, parts: Iterable[ast.AST], local: set[str], shared: set[str], outer: set[str], effects: Effects) -> None:
         for node in parts:
             if isinstance(node, ast.Name):
                 if node.id in local:
                     continue
                 if isinstance(node.ctx, ast.Load):
-                    found.loads[node.id] = max(self.level(node), found.loads.get(node.id, 0))
-                    found.anything |= node.id in ANY_NAME and node.id not in self._everywhere
-                    found.anything |= node.id == "vars" and "vars" not in self._everywhere and not self._is_of_object(node)
+                    effects.loads[node.id] = max(self.level(node), effects.loads.get(node.id, 0))
+                    effects.anything |= node.id in ANY_NAME and node.id not in self._everywhere
+                    effects.anything |= node.id == "vars" and "vars" not in self._everywhere and not self._is_of_object(node)
             elif isinstance(node, ast.Attribute):
-                found.anything |= node.attr in ANY_FRAME
-                self._walk([node.value], local, shared, outer, found)
+                effects.anything |= node.attr in ANY_FRAME
+                self._walk([node.value], local, shared, outer, effects)
             elif isinstance(node, Scope):
-                self._walk(_evaluated_outside(node), local, shared, outer, found)
-                self._inside(node, local, found)
+                self._walk(_evaluated_outside(node), local, shared, outer, effects)
+                self._inside(node, local, effects)
             elif isinstance(node, _COMPREHENSIONS):
-                self._walk([node.generators[0].iter], local, shared, outer, found)
+                self._walk([node.generators[0].iter], local, shared, outer, effects)
                 targets = {
                     each.id
                     for part in node.generators
@@ -207,11 +207,11 @@ class Scopes:
                 rest = [child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.comprehension)]
                 rest += [each for part in node.generators for each in (part.target, *part.ifs)]
                 rest += [part.iter for part in node.generators[1:]]
-                self._walk(rest, local | targets, shared, outer, found)
+                self._walk(rest, local | targets, shared, outer, effects)
             else:
-                self._walk(ast.iter_child_nodes(node), local, shared, outer, found)
+                self._walk(ast.iter_child_nodes(node), local, shared, outer, effects)
 
-    def _inside(self, node: Scope, local: set[str], found: Effects) -> None:
+    def _inside(self, node: Scope, local: set[str], effects: Effects) -> None:
         """Add the effects of a definition's body, except on `local`, the names of the enclosing scope."""
         if isinstance(node, ast.ClassDef):
             inner = Effects()
@@ -221,10 +221,10 @@ class Scopes:
             inner = self.of_function(node)
         for name, level in inner.loads.items():
             if name not in local:
-                found.loads[name] = max(level, found.loads.get(name, 0))
-        found.shared |= inner.shared
-        found.outer |= inner.outer - local
-        found.anything |= inner.anything
+                effects.loads[name] = max(level, effects.loads.get(name, 0))
+        effects.shared |= inner.shared
+        effects.outer |= inner.outer - local
+        effects.anything |= inner.anything
 
     def _is_of_object(self, node: ast.Name) -> bool:
         parent = self.parents.get(id(node))

@@ -336,10 +336,10 @@ class _Reader:
         open_ended = REST in words or any(isinstance(each, ast.Starred) for each in node.args)
         signature = signature_of_name(target.dotted)
         of_checkpoint = _RECOMPUTED if target.recomputed else ()
-        given = {name: value for name, value in words.items() if name != REST and name not in of_checkpoint}
+        by_name = {name: value for name, value in words.items() if name != REST and name not in of_checkpoint}
         names = signature.names if signature is not None else _FIRST.get(target.dotted, ())
         if not any(isinstance(each, ast.Starred) for each in node.args):
-            given = dict(zip(names, args[target.skip :], strict=False)) | given
+            by_name = dict(zip(names, args[target.skip :], strict=False)) | by_name
             where = dict(zip(names, node.args[target.skip :], strict=False)) | where
             most = len(_FIRST.get(target.dotted, node.args))
             twice = sorted(set(names[: max(0, len(node.args) - target.skip)]) & set(words))
@@ -348,7 +348,7 @@ class _Reader:
                 self._refuse(node, target, f"{twice[0]}=", "given twice")
             if len(node.args) > most:
                 self._refuse(node, target, "…", f"{len(node.args)} positional arguments, and it takes {most}")
-        for name, value in given.items():
+        for name, value in by_name.items():
             self._argument(where.get(name, node), target, name, value)
         if open_ended:
             self._note(node, f"arguments of {target.dotted} are computed at run time")
@@ -359,11 +359,11 @@ class _Reader:
             if count > signature.positional:
                 told = f"{count} positional arguments, and it takes {signature.positional}"
                 self._refuse(node, target, "…", told, f"{', '.join(signature.names)}")
-            missing = [name for name in signature.required if name not in given]
+            missing = [name for name in signature.required if name not in by_name]
             if missing and count <= signature.positional:
                 self._refuse(node, target, "…", f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing")
         rest = {REST: UNKNOWN} if open_ended or not target.whole else {}
-        told_of = {name: value if value is not UNKNOWN else _maybe(where.get(name)) for name, value in given.items()}
+        told_of = {name: value if value is not UNKNOWN else _maybe(where.get(name)) for name, value in by_name.items()}
         seen = set()
         for name, value, reason in refused(target.dotted, told_of | rest):
             seen.add(name)
@@ -371,7 +371,7 @@ class _Reader:
             told = str(value) if isinstance(value, str) and value.startswith("Format.") else written
             self._refuse(where.get(name.partition(".")[0], node), target, f"{name}={told}", f"refused: {reason}")
         for name, value in (
-            given | {name: words[name] for name in of_checkpoint if name in words and not target.recomputed}
+            by_name | {name: words[name] for name in of_checkpoint if name in words and not target.recomputed}
         ).items():
             if (
                 name not in seen
@@ -384,9 +384,9 @@ class _Reader:
             self._note(node, f"{target.dotted}: {state}")
         if target.dotted.endswith(".forward"):
             layer = target.dotted.removesuffix(".forward")
-            for need in of_call(target.dotted, given, self._makings.get(layer, [])):
+            for need in of_call(target.dotted, by_name, self._makings.get(layer, [])):
                 self._note(node, f"{target.dotted}: {need}")
-        for name, reason in unsure(target.dotted, given):
+        for name, reason in unsure(target.dotted, by_name):
             self._note(where.get(name, node), f"the value of {name} is known only at run time: {reason}")
 
     def _precision(self, node: ast.Call, target: Target) -> None:
@@ -452,11 +452,11 @@ class _Reader:
             self._note(node, f"{function}() gives names whose uses are not seen")
         elif dotted is None or library_of(dotted) is None:
             for number, each in enumerate((*node.args, *(word.value for word in node.keywords))):
-                given = self._meanings.dotted(each) if function != "partial" or number == 0 else None
-                if given is not None and is_module(given):
-                    self._note(node, f"{given} is given to {function or 'a call'}: its uses there are not seen")
-                elif given is not None and library_of(given) is not None and self._is_made_elsewhere(given, function):
-                    self._note(node, f"{canonical(given)} is given to {function}: its arguments there are not seen")
+                passed = self._meanings.dotted(each) if function != "partial" or number == 0 else None
+                if passed is not None and is_module(passed):
+                    self._note(node, f"{passed} is given to {function or 'a call'}: its uses there are not seen")
+                elif passed is not None and library_of(passed) is not None and self._is_made_elsewhere(passed, function):
+                    self._note(node, f"{canonical(passed)} is given to {function}: its arguments there are not seen")
 
     def _is_made_elsewhere(self, dotted: str, function: str) -> bool:
         """True if `function` may construct the layer or recipe; wrappers of FSDP and policies only compare classes."""
@@ -592,7 +592,7 @@ def _is_module(tree: ast.AST) -> bool:
 
 def _spared_imports(tree: ast.AST) -> set[int]:
     """`id` of each import in a `try` with an absent name whose `except` lets the script continue."""
-    found: set[int] = set()
+    spared: set[int] = set()
     for node in ast.walk(tree):
         if not isinstance(node, ast.Try):
             continue
@@ -601,19 +601,19 @@ def _spared_imports(tree: ast.AST) -> set[int]:
             inside = [each for statement in node.body for each in ast.walk(statement)]
             imports = [each for each in inside if isinstance(each, ast.Import | ast.ImportFrom)]
             if any(_is_absent(name) for each in imports for name in _imported(each)):
-                found.update(map(id, imports))
-    return found
+                spared.update(map(id, imports))
+    return spared
 
 
 def _spared_uses(tree: ast.AST) -> set[int]:
     """`id` of each node in a `try` whose `except` lets the script continue after an AttributeError."""
-    found: set[int] = set()
+    spared: set[int] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Try):
             caught = [name for handler in node.handlers if not _ends(handler) for name in _caught(handler)]
             if {"AttributeError", "Exception", "BaseException"} & set(caught):
-                found |= {id(each) for statement in node.body for each in ast.walk(statement)}
-    return found
+                spared |= {id(each) for statement in node.body for each in ast.walk(statement)}
+    return spared
 
 
 def _is_there(dotted: str) -> bool | None:

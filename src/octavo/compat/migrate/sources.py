@@ -59,17 +59,17 @@ def has_name(module: str, name: str) -> bool | None:
     tree = _tree(module)
     if tree is None or _tree(f"{module}.{name}") is not None:
         return None if tree is None else True
-    found: set[str] = set()
+    names: set[str] = set()
     for node in _outermost(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found.add(node.name)
+            names.add(node.name)
         elif isinstance(node, ast.Import | ast.ImportFrom):
-            found.update((alias.asname or alias.name).partition(".")[0] for alias in node.names)
+            names.update((alias.asname or alias.name).partition(".")[0] for alias in node.names)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
-    if name in found:
+            names.add(node.id)
+    if name in names:
         return True
-    return None if {"*", "__getattr__"} & found else False
+    return None if {"*", "__getattr__"} & names else False
 
 
 def _outermost(node: ast.AST) -> Iterator[ast.AST]:
@@ -98,8 +98,8 @@ class Signature(NamedTuple):
 
 def arguments_of(module: str, name: str) -> tuple[str, ...] | None:
     """The arguments of a function or class of Octavo, in order; None if the source does not show them."""
-    found = signature_of(module, name)
-    return None if found is None else found.names
+    signature = signature_of(module, name)
+    return None if signature is None else signature.names
 
 
 def signature_of(module: str, name: str) -> Signature | None:
@@ -120,11 +120,11 @@ def signature_of(module: str, name: str) -> Signature | None:
 @cache
 def constructor(layer: str) -> Signature | None:
     """The constructor's signature of one of Transformer Engine's layers, with the additional arguments of Octavo's."""
-    found = _te_signatures().get(_ALIASES.get(layer, layer))
+    signature = _te_signatures().get(_ALIASES.get(layer, layer))
     more = list(tables("octavo.nn.arguments", ("ARGUMENTS",)).get("ARGUMENTS", {}).get(layer, {}))
     base: str | None = layer
-    kinds = dict(found.kinds) if found is not None else {}
-    while found is not None and base is not None:
+    kinds = dict(signature.kinds) if signature is not None else {}
+    while signature is not None and base is not None:
         node = next((each for each, _ in _found(_NN[layer], base)), None)
         methods = [each for each in getattr(node, "body", ()) if isinstance(each, ast.FunctionDef) and each.name == "__init__"]
         of_forward = _signature(methods[0], skip=1, rest=True) if methods else None
@@ -132,8 +132,8 @@ def constructor(layer: str) -> Signature | None:
         kinds = (dict(of_forward.kinds) if of_forward is not None else {}) | kinds
         bases = [each.id for each in getattr(node, "bases", ()) if isinstance(each, ast.Name)]
         base = None if methods or not bases else bases[0]
-    names = () if found is None else tuple(dict.fromkeys((*found.names, *more)))
-    return found if found is None else found._replace(names=names, kinds=kinds)
+    names = () if signature is None else tuple(dict.fromkeys((*signature.names, *more)))
+    return signature if signature is None else signature._replace(names=names, kinds=kinds)
 
 
 @cache
@@ -150,14 +150,16 @@ def forward_of(layer: str) -> Signature | None:
             return None
         methods = [each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "forward"]
         if methods:
-            found = _signature(methods[0], skip=1, rest=True)
-            if found is None:
+            signature = _signature(methods[0], skip=1, rest=True)
+            if signature is None:
                 return None
-            inside = found.names[found.positional :] if positional is not None else found.names  # passed on by **kwargs
+            inside = (
+                signature.names[signature.positional :] if positional is not None else signature.names
+            )  # passed on by **kwargs
             names += [each for each in inside if each not in (*names, *_INNER)]
-            kinds = dict(found.kinds) | kinds
+            kinds = dict(signature.kinds) | kinds
             if positional is None:
-                positional, required = found.positional, found.required
+                positional, required = signature.positional, signature.required
             if methods[0].args.kwarg is None:
                 break
             if methods[0].args.kwarg.arg == "others" and not module.startswith("octavo.compat"):
@@ -174,7 +176,7 @@ def method_of(module: str, name: str, method: str) -> Signature | None:
     methods = [each for each in getattr(node, "body", ()) if isinstance(each, ast.FunctionDef) and each.name == method]
     if not methods:  # of a base
         bases = [each.id for each in getattr(node, "bases", ()) if isinstance(each, ast.Name)]
-        return next((found for base in bases if (found := method_of(home, base, method)) is not None), None)
+        return next((inherited for base in bases if (inherited := method_of(home, base, method)) is not None), None)
     kinds = list(map(ast.unparse, methods[0].decorator_list))
     return None if "property" in kinds else _signature(methods[0], skip=int("staticmethod" not in kinds))
 
@@ -189,8 +191,8 @@ def fields_of(module: str, name: str) -> tuple[str, ...] | None:
 
 def has_attribute(module: str, name: str, attribute: str) -> bool | None:
     """True if a class of Octavo, or an instance, has an attribute; None if the source does not show it."""
-    found = members(module, name)
-    return None if found is None else attribute in found or attribute.startswith("__")
+    attributes = members(module, name)
+    return None if attributes is None else attribute in attributes or attribute.startswith("__")
 
 
 @cache
@@ -199,20 +201,20 @@ def members(module: str, name: str) -> frozenset[str] | None:
     node, home = next(iter(_found(module, name)), (None, ""))
     if not isinstance(node, ast.ClassDef):
         return None
-    found = {each.name for each in node.body if isinstance(each, ast.FunctionDef | ast.ClassDef)}
+    names = {each.name for each in node.body if isinstance(each, ast.FunctionDef | ast.ClassDef)}
     for each in ast.walk(node):
         if isinstance(each, ast.Name | ast.Attribute) and isinstance(each.ctx, ast.Store):
-            found.add(each.id if isinstance(each, ast.Name) else each.attr)
+            names.add(each.id if isinstance(each, ast.Name) else each.attr)
     for base in map(ast.unparse, node.bases):
         if base in ("Enum", "NamedTuple", "object"):
-            found |= {"name", "value"} if base == "Enum" else set()
+            names |= {"name", "value"} if base == "Enum" else set()
             continue
         first, _, rest = base.rpartition(".")
         inside = members(*_TORCH.get(base, (_imported(home, first) if first else home, rest)))
         if inside is None:
             return None
-        found |= inside
-    return frozenset(found)
+        names |= inside
+    return frozenset(names)
 
 
 def _imported(module: str, name: str) -> str:
@@ -242,12 +244,12 @@ def _found(module: str, name: str) -> Iterator[tuple[ast.FunctionDef | ast.Class
 
 def _is_plain(base: ast.expr, module: str) -> bool:
     """True for a base class of the same module that adds no arguments."""
-    found = next((node for node, _ in _found(module, base.id)), None) if isinstance(base, ast.Name) else None
+    definition = next((node for node, _ in _found(module, base.id)), None) if isinstance(base, ast.Name) else None
     return (
-        isinstance(found, ast.ClassDef)
-        and not found.bases
-        and not _of_fields(found).names
-        and not any(isinstance(each, ast.FunctionDef) and each.name == "__init__" for each in found.body)
+        isinstance(definition, ast.ClassDef)
+        and not definition.bases
+        and not _of_fields(definition).names
+        and not any(isinstance(each, ast.FunctionDef) and each.name == "__init__" for each in definition.body)
     )
 
 
@@ -267,13 +269,13 @@ def _of_fields(node: ast.ClassDef) -> Signature:
 
 def _signature(node: ast.FunctionDef, *, skip: int, rest: bool = False) -> Signature | None:
     """The signature of a definition; None with `*args` or `**kwargs`. skip: leading arguments. rest: allow `**kwargs`."""
-    given = node.args
-    if given.vararg is not None or (given.kwarg is not None and not rest):
+    args = node.args
+    if args.vararg is not None or (args.kwarg is not None and not rest):
         return None
-    first = [*given.posonlyargs, *given.args][skip:]
-    required = [each.arg for each in first[: len(first) - len(given.defaults)]]
-    required += [each.arg for each, default in zip(given.kwonlyargs, given.kw_defaults, strict=True) if default is None]
-    every = (*first, *given.kwonlyargs)
+    first = [*args.posonlyargs, *args.args][skip:]
+    required = [each.arg for each in first[: len(first) - len(args.defaults)]]
+    required += [each.arg for each, default in zip(args.kwonlyargs, args.kw_defaults, strict=True) if default is None]
+    every = (*first, *args.kwonlyargs)
     kinds = {each.arg: ast.unparse(each.annotation) for each in every if each.annotation is not None}
     return Signature(tuple(each.arg for each in every), len(first), tuple(required), kinds)
 
@@ -303,14 +305,14 @@ def _te_signatures() -> dict[str, Signature]:
     texts = Values(tree).last("_TEXTS") if tree is not None else None
     if not isinstance(texts, dict):
         return {}
-    found = {}
+    signatures = {}
     for name, text in texts.items():
         if isinstance(text, str):
             parts = [part.partition("=") for part in text.split()]
             required = tuple(part[0] for part in parts if not part[1])
             kinds = {part[0]: kind for part in parts if (kind := _kind_of(part[2])) is not None}
-            found[name] = Signature(tuple(part[0] for part in parts), len(parts), required, kinds)
-    return found
+            signatures[name] = Signature(tuple(part[0] for part in parts), len(parts), required, kinds)
+    return signatures
 
 
 def _kind_of(default: str) -> str | None:

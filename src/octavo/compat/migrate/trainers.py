@@ -28,16 +28,16 @@ def is_trainer(dotted: str) -> bool:
     return dotted.startswith("sagemaker.") and dotted.endswith(".ModelTrainer")
 
 
-def refused_by_trainer(dotted: str, given: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+def refused_by_trainer(dotted: str, arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
     """(argument, value, reason) for each refused argument of the trainer or of a configuration class, taken by itself."""
     if is_trainer(dotted):
-        for name, value in given.items():
+        for name, value in arguments.items():
             if name != REST and (fault := _fault(name, value if is_known(value) else ...)):
                 yield name, value, fault
     elif is_trainer(dotted.removesuffix(".from_recipe")) or is_trainer(dotted.removesuffix(".from_jumpstart_config")):
-        yield "…", next(iter(given.values()), None), TRAINER_REFUSED["training_recipe"]
+        yield "…", next(iter(arguments.values()), None), TRAINER_REFUSED["training_recipe"]
     elif dotted.startswith("sagemaker."):
-        yield from _of_configuration(dotted.rpartition(".")[2], given)
+        yield from _of_configuration(dotted.rpartition(".")[2], arguments)
 
 
 def _fault(name: str, value: Any) -> str | None:
@@ -54,25 +54,25 @@ def _fault(name: str, value: Any) -> str | None:
     return None
 
 
-def _of_configuration(kind: str, given: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+def _of_configuration(kind: str, arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
     """Refused arguments of a configuration class: each by itself, or else all known ones together."""
     made = getattr(configs, kind, None)
     if not (isinstance(made, type) and issubclass(made, configs.Config)):
         return
-    known = {name: value if is_known(value) else None for name, value in given.items() if name != REST}
-    found = False
+    known = {name: value if is_known(value) else None for name, value in arguments.items() if name != REST}
+    any_refused = False
     for name, value in known.items():
         way = TRAINER_CONFIGS_REFUSED.get(kind, {}).get(name)
         if way is not None and value not in (None, False, []):
-            found = True
+            any_refused = True
             yield name, value, way
             continue
         try:
             made(**{name: value})
         except InputError as error:
-            found = True
-            yield name, given[name], str(error)
-    if not found and known:
+            any_refused = True
+            yield name, arguments[name], str(error)
+    if not any_refused and known:
         try:
             made(**known)
         except InputError as error:

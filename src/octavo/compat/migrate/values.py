@@ -36,14 +36,14 @@ class Values(Statements):
         their estimators may be the last one: of the last only the values are known in which all of these agree.
         """
         loose = [self._of_job(job) for job in self._loose_jobs.values()]
-        found = (
+        estimators = (
             [self._of_job(job) for job in self._idle_jobs.values()] + loose + [self._of_job(job) for job in self._jobs.values()]
         )
-        if loose and len(found) > 1:
-            found[-1] = copy.deepcopy(found[-1])
+        if loose and len(estimators) > 1:
+            estimators[-1] = copy.deepcopy(estimators[-1])
             for each in loose:
-                merge(found[-1], each, {})
-        return found
+                merge(estimators[-1], each, {})
+        return estimators
 
     @property
     def unreached(self) -> dict[int, int]:

@@ -57,13 +57,13 @@ def checkpoints_of(address: str | Path | None, path: str | Path | None, keys: Ke
     """
     if address is None:
         return Checkpoints()
-    given = PurePosixPath(_DEFAULT if path is None else str(path))
-    if not given.is_relative_to(_DEFAULT) or ".." in given.parts:
+    requested = PurePosixPath(_DEFAULT if path is None else str(path))
+    if not requested.is_relative_to(_DEFAULT) or ".." in requested.parts:
         raise InputError(
             f"{keys.checkpoint_path} = {str(path)!r}: {keys.checkpoints} has its files in {_DEFAULT} of a job, or in a folder "
             "in it. Leave it out, and hand that path to the script."
         )
-    inside = given.relative_to("/opt/ml").as_posix()
+    inside = requested.relative_to("/opt/ml").as_posix()
     text = str(address)
     if not text:
         raise InputError(f"{keys.checkpoints} is empty: give a folder, or leave it out for one in the job's folder.")

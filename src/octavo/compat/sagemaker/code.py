@@ -25,7 +25,7 @@ def files_of(folder: Path, jobs: Path, ignored: Sequence[str] = ()) -> list[Path
     Raises:
         InputError: the files have more than 512 MiB.
     """
-    found, total, skipped = [], 0, jobs.absolute()
+    files, total, skipped = [], 0, jobs.absolute()
     seen: set[Path] = set()
     for place, folders, names in os.walk(folder, followlinks=True):
         if (real := Path(place).resolve()) in seen:  # a link to an enclosing folder
@@ -42,13 +42,13 @@ def files_of(folder: Path, jobs: Path, ignored: Sequence[str] = ()) -> list[Path
             path = Path(place, name)
             if path.is_file():
                 total += path.stat().st_size
-                found.append(path)
+                files.append(path)
         if total > _MOST_CODE:
             raise InputError(
                 f"source_dir = {str(folder)!r} has more than {_MOST_CODE >> 20} MiB, and every job copies it: give a folder of "
                 "code alone, and data as inputs."
             )
-    return found
+    return files
 
 
 def _is_ignored(name: str, patterns: Sequence[str]) -> bool:

@@ -43,8 +43,8 @@ class Config:
         super().__setattr__(name, value)
 
     def __repr__(self) -> str:
-        given = {name: value for name, value in vars(self).items() if value != self.defaults[name]}
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in given.items())})"
+        changed = {name: value for name, value in vars(self).items() if value != self.defaults[name]}
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
 
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and vars(other) == vars(self)

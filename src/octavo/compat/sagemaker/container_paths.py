@@ -31,8 +31,8 @@ def mapped(value: Any, folder: Path, channels: Iterable[str], key: str, call: st
     if not isinstance(value, str) or _ROOT not in value:
         return value
 
-    def replaced(found: re.Match[str]) -> str:
-        parts = [part for part in found["inside"].split("/") if part]
+    def replaced(match: re.Match[str]) -> str:
+        parts = [part for part in match["inside"].split("/") if part]
         if parts and (parts[0] not in _FOLDERS or ".." in parts):
             raise InputError(f"{key} = {value!r}: a job has the folders {', '.join(f'{_ROOT}/{name}' for name in _FOLDERS)}.")
         if parts[:3] == ["input", "data", "code"] and "code" not in channels:  # its place in the SDK's version 3

@@ -328,7 +328,7 @@ def memory_advice(given: Mapping[str, Any] | None, parameters: Mapping[str, Any]
     given: the hyperparameters. parameters: SMP's. ranks: None for a script of one process.
     """
     hyperparameters = given or {}
-    found = []
+    advice = []
     if parameters is not None and ranks:
         context = parameters.get("context_parallel_degree", 1)
         most = ranks // parameters.get("tensor_parallel_degree", 1)
@@ -339,19 +339,19 @@ def memory_advice(given: Mapping[str, Any] | None, parameters: Mapping[str, Any]
             tokens = f" of {length} tokens" if length else ""
             degrees = ("a degree of " if len(larger) == 1 else "degrees of ") + _and(larger)
             divide = "divides" if len(larger) == 1 else "divide"
-            found.append(
+            advice.append(
                 f"context_parallel_degree = 1 puts whole sequences{tokens} on each rank: {degrees} {divide} their activations"
                 if context == 1
                 else f"context_parallel_degree is {context}: {degrees} {divide} activations further"
             )
         if shard < most:
             over = "all ranks" if most == ranks else f"all {most} ranks with the same part of a matrix"
-            found.append(f"hybrid_shard_degree = {shard}: {most} shards parameters and states over {over}")
+            advice.append(f"hybrid_shard_degree = {shard}: {most} shards parameters and states over {over}")
     if hyperparameters.get("activation_checkpointing") in (0, "0", False):
-        found.append("activation_checkpointing = 1 saves less for backward")
+        advice.append("activation_checkpointing = 1 saves less for backward")
     if isinstance(size := hyperparameters.get("train_batch_size"), int) and size > 1:
-        found.append(f"train_batch_size = {size} can be lower")
-    return "; ".join(found)
+        advice.append(f"train_batch_size = {size} can be lower")
+    return "; ".join(advice)
 
 
 def _and(numbers: list[int]) -> str:

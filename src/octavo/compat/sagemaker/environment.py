@@ -38,7 +38,7 @@ def check_hyperparameters(
     Raises:
         InputError: a name that is not a string, or a value that JSON cannot represent.
     """
-    found: dict[str, Any] = {}
+    checked: dict[str, Any] = {}
     if values is not None and not isinstance(values, Mapping):
         raise InputError(f"hyperparameters = {values!r} is not a dictionary of names and values.")
     for name, value in (values or {}).items():
@@ -47,14 +47,14 @@ def check_hyperparameters(
             way = f" Write {name.lstrip('-')!r}." if isinstance(name, str) and name.startswith("-") else ""
             raise InputError(f"hyperparameters: {name!r} is not a name: it becomes an argument --name of the script.{way}")
         try:
-            found[name] = json.loads(json.dumps(value, allow_nan=False))
+            checked[name] = json.loads(json.dumps(value, allow_nan=False))
         except (TypeError, ValueError) as error:
             raise InputError(
                 f"hyperparameters[{name!r}] = {value!r} cannot be passed on: {error}. Give text, numbers, true or false."
             ) from None
-        if not _is_text("".join((arguments or arguments_of)({name: found[name]}))):
+        if not _is_text("".join((arguments or arguments_of)({name: checked[name]}))):
             raise InputError(f"hyperparameters[{name!r}] = {value!r} has a character that no argument can contain.")
-    return found
+    return checked
 
 
 def check_variables(values: Mapping[str, Any]) -> dict[str, str]:
@@ -66,13 +66,13 @@ def check_variables(values: Mapping[str, Any]) -> dict[str, str]:
     for name, value in values.items():
         if value is None:
             raise InputError(f'environment[{name!r}] = None is not a string: leave it out, or give "".')
-    found = {str(name): str(value) for name, value in values.items()}
-    for name, value in found.items():
+    variables = {str(name): str(value) for name, value in values.items()}
+    for name, value in variables.items():
         if not name or "=" in name or not _is_text(name):
             raise InputError(f"environment: {name!r} is not a name of a variable.")
         if not _is_text(value):
             raise InputError(f"environment[{name!r}] = {value!r} has a character that no variable can contain.")
-    return found
+    return variables
 
 
 def _is_text(value: str) -> bool:
@@ -85,15 +85,15 @@ def _is_text(value: str) -> bool:
 
 def arguments_of(hyperparameters: Mapping[str, Any]) -> list[str]:
     """A script's arguments, sorted by name."""
-    found: list[str] = []
+    arguments: list[str] = []
     for name in sorted(hyperparameters):
         value = hyperparameters[name]
         if isinstance(value, Mapping):
             text = ",".join(f"{key}={value[key]}" for key in sorted(value))
         else:
             text = "" if value is None else str(value)
-        found += [f"--{name}" if len(name) > 1 else f"-{name}", text]
-    return found
+        arguments += [f"--{name}" if len(name) > 1 else f"-{name}", text]
+    return arguments
 
 
 def arguments_in_json(hyperparameters: Mapping[str, Any]) -> list[str]:
@@ -198,16 +198,16 @@ def variables_of(
         variables, job_name=folder.name, is_master=True, master_hostname=HOST, hyperparameters=handed
     )
     variables |= {f"channel_{name}": path for name, path in channels.items()}
-    found = {f"SM_{name.upper()}": _text(value) for name, value in variables.items()} | {"TRAINING_JOB_NAME": folder.name}
-    return found | {f"SM_HP_{encoding.name(name).upper()}": encoding.variable(value) for name, value in handed.items()}
+    exported = {f"SM_{name.upper()}": _text(value) for name, value in variables.items()} | {"TRAINING_JOB_NAME": folder.name}
+    return exported | {f"SM_HP_{encoding.name(name).upper()}": encoding.variable(value) for name, value in handed.items()}
 
 
 def shared_variables(hyperparameters: Mapping[str, Any], encoding: Encoding) -> Iterator[str]:
     """A sentence for each variable SM_HP_… that hyperparameters share, such as `lr` and `LR`: it has the last one's value."""
-    found: dict[str, list[str]] = {}
+    by_variable: dict[str, list[str]] = {}
     for name in hyperparameters:
-        found.setdefault(f"SM_HP_{encoding.name(name).upper()}", []).append(name)
-    for variable, names in found.items():
+        by_variable.setdefault(f"SM_HP_{encoding.name(name).upper()}", []).append(name)
+    for variable, names in by_variable.items():
         if len(names) > 1:
             yield f"hyperparameters {', '.join(map(repr, names))} share {variable}, which has the value of {names[-1]!r}."
 
@@ -232,24 +232,26 @@ def input_config(channels: Mapping[str, str]) -> dict[str, Any]:
 
 def inherited() -> dict[str, str]:
     """This process's environment, adapted for a job, which has another working directory and other ranks."""
-    found = {name: value for name, value in os.environ.items() if name not in OF_RANKS}
-    paths = [str(Path(path).absolute()) for path in found.get("PYTHONPATH", "").split(os.pathsep) if path]
+    environment = {name: value for name, value in os.environ.items() if name not in OF_RANKS}
+    paths = [str(Path(path).absolute()) for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     root = str(Path(__file__).absolute().parents[3])  # Octavo's source, where it is not installed
     # Only the script needs the folder with the shims: in other processes of the job it would change uncaught errors.
     site = Path(root, "octavo", "compat", "site").resolve()
     paths = [path for path in paths if Path(path).resolve() != site]
     there = root in paths or Path(root).name in ("site-packages", "dist-packages")
-    found["PYTHONPATH"] = os.pathsep.join([*paths, *([] if there else [root])])
-    found["OCTAVO_COMPAT_LINES"] = "1"  # line-buffered: the log is current, and ranks do not split each other's lines
-    return found
+    environment["PYTHONPATH"] = os.pathsep.join([*paths, *([] if there else [root])])
+    environment["OCTAVO_COMPAT_LINES"] = "1"  # line-buffered: the log is current, and ranks do not split each other's lines
+    return environment
 
 
-def joined(variables: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
+def joined(variables: Mapping[str, str], of_script: Mapping[str, str]) -> dict[str, str]:
     """A job's variables with those for its script; the script's PYTHONPATH has precedence."""
-    found = {**variables, **given}
-    if "PYTHONPATH" in given:
-        found["PYTHONPATH"] = os.pathsep.join(part for part in (given["PYTHONPATH"], variables.get("PYTHONPATH")) if part)
-    return found
+    environment = {**variables, **of_script}
+    if "PYTHONPATH" in of_script:
+        environment["PYTHONPATH"] = os.pathsep.join(
+            part for part in (of_script["PYTHONPATH"], variables.get("PYTHONPATH")) if part
+        )
+    return environment
 
 
 def _text(value: Any) -> str:

@@ -168,14 +168,14 @@ class PyTorch:
         other.pop("model_channel_name", None)
         if other:
             raise InputError(f"attach: unknown argument {next(iter(other))!r}. Known: training_job_name, output_path.")
-        found = job.find(jobs_of(folder)[0], training_job_name)
+        started = job.find(jobs_of(folder)[0], training_job_name)
         estimator = cls.__new__(cls)
-        record = job.read(found.folder / "job.json").get("estimator")
+        record = job.read(started.folder / "job.json").get("estimator")
         if not isinstance(record, dict):
-            raise InputError(f"{found.folder / 'job.json'} is not the record of a job: its estimator is missing.")
+            raise InputError(f"{started.folder / 'job.json'} is not the record of a job: its estimator is missing.")
         vars(estimator).update(record)
         estimator._hyperparameters = vars(estimator).pop("hyperparameters")
-        estimator.environment, estimator.latest_training_job, estimator.jobs = {}, found, [found]
+        estimator.environment, estimator.latest_training_job, estimator.jobs = {}, started, [started]
         return estimator
 
     def _newest(self) -> Job:
@@ -232,10 +232,10 @@ def check_values(values: Mapping[str, Any] | None) -> dict[str, Any]:
     Raises:
         InputError: a name or a value that cannot be passed to a script.
     """
-    found = check_hyperparameters(values)
-    if "mp_parameters" in found:
+    hyperparameters = check_hyperparameters(values)
+    if "mp_parameters" in hyperparameters:
         raise InputError('hyperparameters["mp_parameters"]: give SMP\'s parameters in distribution["smdistributed"].')
-    return found
+    return hyperparameters
 
 
 def _check_sdk(sdk: Mapping[str, Any]) -> None:

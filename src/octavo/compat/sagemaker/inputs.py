@@ -88,15 +88,15 @@ def addresses(inputs: Any, key: str = "inputs") -> dict[str, str]:
     if inputs is None:
         return {}
     table = inputs if isinstance(inputs, Mapping) else {"training": inputs}
-    found: dict[str, str] = {}
+    by_channel: dict[str, str] = {}
     for channel, value in table.items():
         if not isinstance(channel, str) or not _CHANNEL.fullmatch(channel) or channel.startswith("."):
             raise InputError(f"{key}: {channel!r} is not a valid channel name: letters, digits, - and _.")
-        same = next((other for other in found if other.upper() == channel.upper()), None)
+        same = next((other for other in by_channel if other.upper() == channel.upper()), None)
         if same is not None:
             raise InputError(f"{key}: the channels {same!r} and {channel!r} would share SM_CHANNEL_{channel.upper()}.")
-        found[channel] = _address(f"{key}[{channel!r}]", value)
-    return found
+        by_channel[channel] = _address(f"{key}[{channel!r}]", value)
+    return by_channel
 
 
 def _address(key: str, value: Any) -> str:

@@ -32,5 +32,5 @@ class PyTorch(estimator.PyTorch):
         if entry_point is None:
             raise InputError("entry_point is missing: give the script, a .py file.")
         unset = {"framework_version": framework_version, "py_version": py_version, "image_uri": image_uri}
-        given = {name: value for name, value in (unset | {"compiler_config": compiler_config}).items() if value is not None}
-        super().__init__(entry_point, source_dir, hyperparameters=hyperparameters, distribution=distribution, **given, **others)
+        extra = {name: value for name, value in (unset | {"compiler_config": compiler_config}).items() if value is not None}
+        super().__init__(entry_point, source_dir, hyperparameters=hyperparameters, distribution=distribution, **extra, **others)

@@ -62,9 +62,9 @@ _MET: Mapping[str, tuple[Any, ...]] = {
 """Argument → values that are true of every job, such as no debugger. Ranks of one machine send nothing over a network."""
 
 
-def without_effect(given: Mapping[str, Any]) -> list[str]:
+def without_effect(arguments: Mapping[str, Any]) -> list[str]:
     """Names of arguments that have no effect, unless their value is true of every job."""
-    asked = {name: value for name, value in given.items() if value is not None and value not in ([], (), {}, "")}
+    asked = {name: value for name, value in arguments.items() if value is not None and value not in ([], (), {}, "")}
     return [name for name, value in asked.items() if not any(value is met or value == met for met in _MET.get(name, ()))]
 
 
@@ -150,11 +150,11 @@ TRAINER_CONFIGS_SAID: Mapping[str, Mapping[str, Any]] = {
 """Configuration of the trainer → its values without effect → the neutral one, which is not logged."""
 
 
-def check_sdk(given: Mapping[str, Any], face: str, known: Collection[str], refused: Mapping[str, str]) -> None:
+def check_sdk(arguments: Mapping[str, Any], face: str, known: Collection[str], refused: Mapping[str, str]) -> None:
     """Check the SDK's further arguments, in `**sdk` of the estimator or the trainer.
 
     Args:
-        given: name → value; a refused argument may be None.
+        arguments: name → value; a refused argument may be None.
         face: the class, PyTorch or ModelTrainer.
         known: all accepted names.
         refused: name → what to do instead.
@@ -163,7 +163,7 @@ def check_sdk(given: Mapping[str, Any], face: str, known: Collection[str], refus
         InputError: an argument is refused, belongs to the other class, or is unknown.
     """
     other, places = ("ModelTrainer", OF_TRAINER) if face == "PyTorch" else ("PyTorch", OF_ESTIMATOR)
-    for name, value in given.items():
+    for name, value in arguments.items():
         if name in refused and value is not None:
             raise InputError(f"{name} = {value!r}: {refused[name]}")
         if name not in known and name not in refused:

@@ -25,8 +25,8 @@ class Session:
         **options: Any,
     ) -> None:
         """boto_session: of boto3; may be the first positional argument. Other arguments have no effect."""
-        given = boto_session if boto_session is not None or not others else others[0]
-        self.boto_session = SimpleNamespace(region_name="local") if given is None else given
+        session = boto_session if boto_session is not None or not others else others[0]
+        self.boto_session = SimpleNamespace(region_name="local") if session is None else session
         self.boto_region_name: str = getattr(self.boto_session, "region_name", None) or "local"
         self._bucket = default_bucket
         self.default_bucket_prefix = default_bucket_prefix

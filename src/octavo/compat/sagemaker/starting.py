@@ -150,12 +150,12 @@ def start(
 
 def _too_long(request: Request) -> str:
     """The message for values that exceed the limit of a process's variables."""
-    given = {"hyperparameters": request.hyperparameters, "environment": request.environment}
-    lengths = {f"{what}[{key!r}]": len(str(value)) for what, values in given.items() for key, value in values.items()}
+    tables = {"hyperparameters": request.hyperparameters, "environment": request.environment}
+    lengths = {f"{what}[{key!r}]": len(str(value)) for what, values in tables.items() for key, value in values.items()}
     what = max(lengths, key=lambda name: lengths[name], default="")
-    found = f"{what} of {lengths[what]:,} characters is" if lengths.get(what, 0) >= _LONG else ""
-    found = found or f"hyperparameters and environment of {sum(lengths.values()):,} characters together are"
-    return f"{found} too long for the variables of a process: put long values into a file of source_dir."
+    subject = f"{what} of {lengths[what]:,} characters is" if lengths.get(what, 0) >= _LONG else ""
+    subject = subject or f"hyperparameters and environment of {sum(lengths.values()):,} characters together are"
+    return f"{subject} too long for the variables of a process: put long values into a file of source_dir."
 
 
 def run(started: Job, logs: Any) -> None:
@@ -193,13 +193,13 @@ def _without_traceback(interrupt: KeyboardInterrupt) -> None:
 
 def _mapped(request: Request, folder: Path, channels: Iterable[str]) -> tuple[dict[str, Any], dict[str, str]]:
     """Hyperparameters and variables, with paths below /opt/ml replaced by those in the job's folder."""
-    given: dict[str, Mapping[str, Any]] = {"hyperparameters": request.hyperparameters, "environment": request.environment}
+    tables: dict[str, Mapping[str, Any]] = {"hyperparameters": request.hyperparameters, "environment": request.environment}
     hyperparameters, variables = (
         {
             name: container_paths.mapped(value, folder, channels, f"{what}[{name!r}]", request.keys.call)
             for name, value in values.items()
         }
-        for what, values in given.items()
+        for what, values in tables.items()
     )
     return hyperparameters, variables
 
@@ -267,7 +267,7 @@ def _supervise(folder: Path, variables: Mapping[str, str], *, waits: bool, kind:
             stderr=log,
             start_new_session=True,
         )
-    found = kind(folder)
+    started = kind(folder)
 
     def in_hand() -> bool:
         return (folder / "state.json").is_file() or not folder.is_dir()  # a script may remove its job's folder at once
@@ -277,15 +277,15 @@ def _supervise(folder: Path, variables: Mapping[str, str], *, waits: bool, kind:
             if supervisor.poll() is not None and not in_hand():  # the second check: a short job may have run in between
                 text = (folder / "log.txt").read_text(errors="replace").strip().splitlines()
                 raise InputError(f"the job could not be started: {text[-1] if text else 'its supervisor ended'}.")
-            found.until(lambda: in_hand() or supervisor.poll() is not None, 1.0)
+            started.until(lambda: in_hand() or supervisor.poll() is not None, 1.0)
     except BaseException as error:  # such as Ctrl-C: its folder will be removed
         if isinstance(error, KeyboardInterrupt):
             _without_traceback(error)
         supervisor.kill()
         supervisor.wait()
         raise
-    process.started_jobs.append((found, supervisor, waits))
-    return found
+    process.started_jobs.append((started, supervisor, waits))
+    return started
 
 
 @atexit.register

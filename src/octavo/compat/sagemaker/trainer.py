@@ -217,8 +217,8 @@ class ModelTrainer:
         output, checkpoints = self._config("output_data_config"), self._config("checkpoint_config")
         if code is None or not value_of(code, "entry_script"):
             command = value_of(code, "command")
-            given = f"SourceCode.command = {command!r}: a job runs a script. " if command else "source_code has no script: "
-            raise InputError(f'{given}Give SourceCode(source_dir=…, entry_script="train.py"), and hyperparameters.')
+            fault = f"SourceCode.command = {command!r}: a job runs a script. " if command else "source_code has no script: "
+            raise InputError(f'{fault}Give SourceCode(source_dir=…, entry_script="train.py"), and hyperparameters.')
         for config, names in TRAINER_CONFIGS_REFUSED.items():
             for name, way in names.items():
                 value = value_of({"SourceCode": code, "Compute": compute, "Networking": networking}[config], name)
@@ -280,21 +280,21 @@ class ModelTrainer:
             return processes, None
         if not is_a(smp, "SMP"):
             raise InputError(f"Torchrun.smp = {smp!r}: give SMP(…), such as SMP(context_parallel_degree=8).")
-        given = vars(smp) if not hasattr(smp, "model_dump") else smp.model_dump()
-        return processes, check_parameters({name: value for name, value in given.items() if value is not None}, TRAINER.smp)
+        fields = vars(smp) if not hasattr(smp, "model_dump") else smp.model_dump()
+        return processes, check_parameters({name: value for name, value in fields.items() if value is not None}, TRAINER.smp)
 
     def _config(self, name: str) -> Any:
         return config_of(getattr(self, name), _KINDS[name], name)
 
     def _without_effect(self) -> list[str]:
         """Values of the configurations that are not neutral and have no effect."""
-        given = {kind: self._config(name) for name, kind in _KINDS.items()}
-        if value_of(given["CheckpointConfig"], "s3_uri") is not None:  # with an address, its local_path has an effect
-            given["CheckpointConfig"] = None
+        configs = {kind: self._config(name) for name, kind in _KINDS.items()}
+        if value_of(configs["CheckpointConfig"], "s3_uri") is not None:  # with an address, its local_path has an effect
+            configs["CheckpointConfig"] = None
         named = ["InputData.content_type"] * any(value_of(one, "content_type") for one in self.input_data_config or ())
         return named + [
             f"{config}.{name}"
             for config, names in TRAINER_CONFIGS_SAID.items()
             for name, met in names.items()
-            if value_of(given[config], name) not in (None, False, [], *([met] if met else []))
+            if value_of(configs[config], name) not in (None, False, [], *([met] if met else []))
         ]

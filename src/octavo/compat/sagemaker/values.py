@@ -54,26 +54,26 @@ def text_of(value: Any, key: str) -> str | None:
     raise InputError(f"{key} = {value!r} is not a string.")
 
 
-def channels_of(given: Any, key: str) -> dict[str, Any]:
+def channels_of(channels: Any, key: str) -> dict[str, Any]:
     """Channel → address, from a list of `InputData` or `Channel`. key: its name in messages.
 
     Raises:
         InputError: a value of another type, a channel that is not a folder of files, or two channels of one name.
     """
-    if given is None:
+    if channels is None:
         return {}
-    if not isinstance(given, list | tuple):
-        raise InputError(f"{key} = {given!r}: give a list, [InputData(channel_name=…, data_source=…)].")
-    found: dict[str, Any] = {}
-    for one in given:
+    if not isinstance(channels, list | tuple):
+        raise InputError(f"{key} = {channels!r}: give a list, [InputData(channel_name=…, data_source=…)].")
+    addresses: dict[str, Any] = {}
+    for one in channels:
         channel = config_of(one, "InputData", key) if isinstance(one, Mapping) else one
         name = value_of(channel, "channel_name")
         if not is_a(channel, "InputData", "Channel") or not name or not isinstance(name, str):
             raise InputError(f"{key}: {one!r}: give InputData(channel_name=…, data_source=…).")
-        if name in found:
+        if name in addresses:
             raise InputError(f"{key}: two channels are called {name!r}: rename one, or give one folder with both.")
-        found[name] = _address(channel, f"{key}[{name!r}]")
-    return found
+        addresses[name] = _address(channel, f"{key}[{name!r}]")
+    return addresses
 
 
 def _address(channel: Any, key: str) -> str:
@@ -99,24 +99,24 @@ def _address(channel: Any, key: str) -> str:
     return str(source)
 
 
-def hyperparameters_of(given: Any) -> Any:
+def hyperparameters_of(value: Any) -> Any:
     """Hyperparameters of the call, or those in a JSON or YAML file.
 
     Raises:
         InputError: there is no such file, or it is not a dictionary.
     """
-    if not isinstance(given, str | Path):
-        return {} if given is None else given
-    name, path = str(given), expanded(str(given), "hyperparameters")
+    if not isinstance(value, str | Path):
+        return {} if value is None else value
+    name, path = str(value), expanded(str(value), "hyperparameters")
     if not path.is_file():
         raise InputError(f"hyperparameters = {name!r}: there is no such file. Give a dictionary, or a JSON or YAML file.")
     try:
-        found = _parsed(path.read_text(encoding="utf-8"))
+        content = _parsed(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise InputError(f"hyperparameters = {name!r} is neither JSON nor YAML: {first_line(error)}.") from None
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise InputError(f"hyperparameters = {name!r} holds no names and values.")
-    return found
+    return content
 
 
 def _parsed(text: str) -> Any:

@@ -14,8 +14,8 @@ _HERE = Path(__file__).resolve().parent
 
 
 def _start() -> None:
-    found = importlib.util.find_spec("octavo")
-    if found is None or found.origin is None or Path(found.origin).resolve().parent != _HERE.parents[1]:
+    spec = importlib.util.find_spec("octavo")
+    if spec is None or spec.origin is None or Path(spec.origin).resolve().parent != _HERE.parents[1]:
         sys.path.insert(0, str(_HERE.parents[2]))  # the Octavo that was started
     from octavo.compat import start
 

@@ -52,19 +52,19 @@ def given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
     _refuse(values.pop("process_group", None), values.pop("cpu_offload", None), values)
     for name in _NEUTRAL:
         values.pop(name, None)
-    given = {name: values.pop(name) for name in list(values) if name in Given.__dataclass_fields__}
+    taken = {name: values.pop(name) for name in list(values) if name in Given.__dataclass_fields__}
     if values:
         raise TypeError(f"FullyShardedDataParallel() got an unexpected keyword argument {next(iter(values))!r}")
-    strategy = given.get("sharding_strategy")
+    strategy = taken.get("sharding_strategy")
     if strategy is not None and not isinstance(strategy, ShardingStrategy):
         name = str(strategy).rpartition(".")[2].upper()
         if name not in ShardingStrategy.__members__:
             raise unknown("sharding_strategy", str(strategy), ShardingStrategy.__members__)
         raise InputError(f"sharding_strategy={strategy!r} is no ShardingStrategy: give ShardingStrategy.{name}.")
-    if given.get("mixed_precision") is None:
-        given["mixed_precision"] = MixedPrecision()
-    _check_precision(given["mixed_precision"])
-    return Given(**given)
+    if taken.get("mixed_precision") is None:
+        taken["mixed_precision"] = MixedPrecision()
+    _check_precision(taken["mixed_precision"])
+    return Given(**taken)
 
 
 def _refuse(process_group: Any, cpu_offload: Any, values: dict[str, Any]) -> None:

@@ -273,10 +273,10 @@ def _check_folder(checkpoint_id: Any, writer: Any, group: dist.ProcessGroup | No
     """Refuse different folders for one checkpoint that the ranks of a group write together. Collective."""
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return
-    given: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(given, _place_of(checkpoint_id, writer), group=group)
-    if len(set(given)) > 1:
-        folders = ", ".join(map(repr, sorted(set(given), key=str)))
+    places: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(places, _place_of(checkpoint_id, writer), group=group)
+    if len(set(places)) > 1:
+        folders = ", ".join(map(repr, sorted(set(places), key=str)))
         raise InputError(
             f"save: ranks write one checkpoint and give the folders {folders}: give one, or for a folder a rank process_group, "
             "the ranks with the same shard."
@@ -310,9 +310,9 @@ def _of_group(state: Any, group: dist.ProcessGroup | None) -> Any:
 
     def mapped(value: Any) -> Any:
         if isinstance(value, Mapping):
-            found = with_shards(value, together)
-            shards = [x for x in found.values() if isinstance(x, ShardedTensor) and _is_among(members, x)]
-            return {key: mapped(entry) for key, entry in found.items() if not _is_view(entry, shards)}
+            entries = with_shards(value, together)
+            shards = [x for x in entries.values() if isinstance(x, ShardedTensor) and _is_among(members, x)]
+            return {key: mapped(entry) for key, entry in entries.items() if not _is_view(entry, shards)}
         if isinstance(value, list | tuple) and not isinstance(value, torch.Size) and not hasattr(value, "_fields"):
             return type(value)(mapped(entry) for entry in value)
         return rows(value)
@@ -361,8 +361,8 @@ def _prepared(
 ) -> tuple[Any, dist.ProcessGroup | None]:
     """(the rows of a state that ranks save together, these ranks)."""
     among = tensor_folders.among(state, group, place)
-    found = rows(state, among.group)
-    return tensor_folders.separated(found, among, place), among.group
+    prepared = rows(state, among.group)
+    return tensor_folders.separated(prepared, among, place), among.group
 
 
 def read_back(state: dict[str, Any], rows: Mapping[str, Any]) -> None:
@@ -408,24 +408,24 @@ def _background_group(group: dist.ProcessGroup | None) -> tuple[bool, dist.Proce
     if not dist.is_initialized():
         return True, None
     members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-    found = _gloo_group(members)
-    return found is not None or len(members) == 1, found
+    background = _gloo_group(members)
+    return background is not None or len(members) == 1, background
 
 
 def load_optimizer(model_state: Mapping[str, Any], key: str, reader: Any, planner: Any, group: Any) -> dict[str, Any]:
     """`{key: optimizer state}` of a checkpoint, sharded like the model's parameters, for `FSDP.optim_state_dict_to_load`."""
     metadata = reader.read_metadata()
     state: dict[str, Any] = {}
-    for name, found in metadata.state_dict_metadata.items():
+    for name, stored in metadata.state_dict_metadata.items():
         path = metadata.planner_data[name]
         if path[0] != key:
             continue
         state[name] = b""
-        if hasattr(found, "size"):
+        if hasattr(stored, "size"):
             parameter = model_state.get(path[2]) if path[1] == "state" and len(path) > 3 else None
-            alike = parameter if has_part(parameter) and parameter.shape == found.size else None
-            dtype = found.properties.dtype
-            state[name] = torch.zeros(found.size, dtype=dtype) if alike is None else torch.zeros_like(alike, dtype=dtype)
+            alike = parameter if has_part(parameter) and parameter.shape == stored.size else None
+            dtype = stored.properties.dtype
+            state[name] = torch.zeros(stored.size, dtype=dtype) if alike is None else torch.zeros_like(alike, dtype=dtype)
     state_dict_loader.load(state, storage_reader=reader, planner=planner, process_group=group)
     nested: dict[str, Any] = {}
     for name, value in state.items():

@@ -62,9 +62,9 @@ class MoEConfig:
         if self.moe_load_balancing not in BALANCING:
             raise unknown("moe_load_balancing", str(self.moe_load_balancing), BALANCING)
         flags = ("smp_moe", "global_token_shuffle", "moe_all_to_all_dispatcher", "use_cpu_initialization")
-        given = {name: getattr(self, name) for name in flags}
+        values = {name: getattr(self, name) for name in flags}
         # SMP's scripts pass flags as 0, 1 or None.
-        check_flags("MoEConfig", **{name: bool(value) if value in (None, 0, 1) else value for name, value in given.items()})
+        check_flags("MoEConfig", **{name: bool(value) if value in (None, 0, 1) else value for name, value in values.items()})
         for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:

@@ -41,9 +41,9 @@ def patched() -> dict[str, Callable[..., Any]]:
         return prepared if prepared.storage_data is not None else replace(prepared, storage_data=_Folder(self.path))
 
     def prepare_global_plan(self: Any, plans: list[Any]) -> list[Any]:
-        found = [plan.storage_data for plan in plans]
-        told = all(isinstance(folder, _Folder) for folder in found)
-        self.octavo_folders = [str(folder) for folder in found] if told and len(set(found)) > 1 else None
+        folders = [plan.storage_data for plan in plans]
+        told = all(isinstance(folder, _Folder) for folder in folders)
+        self.octavo_folders = [str(folder) for folder in folders] if told and len(set(folders)) > 1 else None
         if self.octavo_folders:
             _check(self, self.octavo_folders)
         plain = [replace(plan, storage_data=None) if isinstance(plan.storage_data, _Folder) else plan for plan in plans]

@@ -64,21 +64,21 @@ class ShardedModel(FullyShardedDataParallel):
 
     def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         nn.Module.__init__(self)
-        given = arguments.given(args, kwargs)
+        options = arguments.given(args, kwargs)
         noted = transformed(module)
         assert noted is not None
-        degree, strategy = resolved(smp_state.hybrid_shard_degree, given.sharding_strategy, ranks.tp_size)
+        degree, strategy = resolved(smp_state.hybrid_shard_degree, options.sharding_strategy, ranks.tp_size)
         training = module.training
         with given_names():
-            sharding = _sharding(module, noted, given.mixed_precision, degree, strategy)
-            values = _values(module, noted, given.param_init_fn, sync=given.sync_module_states)
-            device = _device(given.device_id)
+            sharding = _sharding(module, noted, options.mixed_precision, degree, strategy)
+            values = _values(module, noted, options.param_init_fn, sync=options.sync_module_states)
+            device = _device(options.device_id)
             if sharding is not None or not _is_on(module, device):
                 place(module, device, sharding, values, averaged=True, of_one_rank=True).train(training)  # for its state dicts
         if sharding is not None and sharding.context is not None:
             slices.join_inputs(module, sharding.context)
         self._fsdp_wrapped_module = module
-        self.sharding_strategy, self.mixed_precision = strategy, given.mixed_precision
+        self.sharding_strategy, self.mixed_precision = strategy, options.mixed_precision
         self.process_group = _shard_group(sharding)
         self.rank = 0 if self.process_group is None else dist.get_rank(self.process_group)
         self.world_size = 1 if self.process_group is None else dist.get_world_size(self.process_group)
@@ -182,17 +182,17 @@ def _load_inside(
     state |= {name: tensor.detach() for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
 
 
-def resolved(degree: int, given: ShardingStrategy | None, tensor: int = 1) -> tuple[int, ShardingStrategy]:
+def resolved(degree: int, requested: ShardingStrategy | None, tensor: int = 1) -> tuple[int, ShardingStrategy]:
     """(ranks over which a parameter is sharded, 0 for all; the strategy in effect), by the table above.
 
     tensor: tensor-parallel degree; neighbouring ranks hold parts of a matrix.
     """
-    strategy = given or ShardingStrategy.FULL_SHARD
+    strategy = requested or ShardingStrategy.FULL_SHARD
     if degree == 1:
-        return 1, _overridden(degree, given, ShardingStrategy.NO_SHARD)
+        return 1, _overridden(degree, requested, ShardingStrategy.NO_SHARD)
     if degree > 1:
         zero2 = strategy is ShardingStrategy._HYBRID_SHARD_ZERO2
-        return degree, _overridden(degree, given, strategy if zero2 else ShardingStrategy.HYBRID_SHARD)
+        return degree, _overridden(degree, requested, strategy if zero2 else ShardingStrategy.HYBRID_SHARD)
     if strategy is ShardingStrategy.NO_SHARD:
         return 1, strategy
     if strategy in IN_HOST:
@@ -201,12 +201,12 @@ def resolved(degree: int, given: ShardingStrategy | None, tensor: int = 1) -> tu
     return 0, strategy
 
 
-def _overridden(degree: int, given: ShardingStrategy | None, strategy: ShardingStrategy) -> ShardingStrategy:
-    if given not in (None, strategy, ShardingStrategy.HYBRID_SHARD):
+def _overridden(degree: int, requested: ShardingStrategy | None, strategy: ShardingStrategy) -> ShardingStrategy:
+    if requested not in (None, strategy, ShardingStrategy.HYBRID_SHARD):
         say_once(
             "strategy",
-            f"sharding_strategy={given.name if given else None} becomes {strategy.name}: hybrid_shard_degree = {degree} of "
-            "torch.sagemaker.init decides, as in SMP.",
+            f"sharding_strategy={requested.name if requested else None} becomes {strategy.name}: hybrid_shard_degree = "
+            f"{degree} of torch.sagemaker.init decides, as in SMP.",
         )
     return strategy
 

@@ -54,11 +54,11 @@ def _last_mesh() -> tuple[int, Any] | None:
 
 def cached(kind: str, degree: int, make: Callable[[], Any]) -> Any:
     """The mesh or group of a kind and a degree, created once, and moved to the end of the cache."""
-    found = process.shard_meshes.pop((kind, degree), None)
-    if found is None or found[0] is not world.state.mesh:
-        found = world.state.mesh, make()
-    process.shard_meshes[kind, degree] = found
-    return found[1]
+    entry = process.shard_meshes.pop((kind, degree), None)
+    if entry is None or entry[0] is not world.state.mesh:
+        entry = world.state.mesh, make()
+    process.shard_meshes[kind, degree] = entry
+    return entry[1]
 
 
 def replica_group(degree: int) -> dist.ProcessGroup:
@@ -72,8 +72,8 @@ def replica_group(degree: int) -> dist.ProcessGroup:
     def make() -> Any:
         return dist.new_subgroups_by_enumeration(torch.arange(ranks.world_size).view(-1, inside).tolist())[0]
 
-    found: dist.ProcessGroup = cached("replica", degree, make)
-    return found
+    group: dist.ProcessGroup = cached("replica", degree, make)
+    return group
 
 
 class Ranker:
@@ -160,8 +160,8 @@ def init(config: str | os.PathLike[str] | Mapping[str, Any] | None = None) -> No
     Raises:
         InputError: an unknown key, text that is not JSON, or a degree that does not fit.
     """
-    given, where = _read(config)
-    chosen = SmpConfig.from_dict(given, where=where)
+    values, where = _read(config)
+    chosen = SmpConfig.from_dict(values, where=where)
     keys = ("tensor_parallel_degree", "context_parallel_degree", "expert_parallel_degree", "hybrid_shard_degree")
     degrees = {key: getattr(chosen, key) for key in keys}
     horizon = chosen.activation_loading_horizon

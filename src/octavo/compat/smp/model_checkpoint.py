@@ -70,8 +70,8 @@ def load_model_checkpoint(
         model.load_state_dict(values[EXPORT_KEY_MODEL])
         if optimizer is not None:
             read: Any = dcp_optimizer.load_sharded_optimizer_state_dict  # patched for transformed models
-            found = read(values[EXPORT_KEY_MODEL], EXPORT_KEY_OPTIMIZER, reader)[EXPORT_KEY_OPTIMIZER]
-            optimizer.load_state_dict(Fsdp.optim_state_dict_to_load(model, optimizer, found))
+            optimizer_state = read(values[EXPORT_KEY_MODEL], EXPORT_KEY_OPTIMIZER, reader)[EXPORT_KEY_OPTIMIZER]
+            optimizer.load_state_dict(Fsdp.optim_state_dict_to_load(model, optimizer, optimizer_state))
     if scheduler is not None:
         scheduler.load_state_dict(values[EXPORT_KEY_SCHEDULER])
     if log:

@@ -82,17 +82,17 @@ def optim_state_to_load(model: nn.Module, optimizer: torch.optim.Optimizer, stat
             name = _name(names, parameter)
             numbers[name], parameters[name] = len(numbers), with_block(parameter, blocks[parameter])
     stored = stored_names_of(model)
-    given = {stored.get(name, name): entries for name, entries in _nested(state.get("state", {})).items()}
-    if strangers := sorted(given.keys() - numbers.keys()):
+    saved = {stored.get(name, name): entries for name, entries in _nested(state.get("state", {})).items()}
+    if strangers := sorted(saved.keys() - numbers.keys()):
         raise InputError(
             f"the optimizer's state has parameters that are not the model's, such as {strangers[0]!r}: load it into the model "
             "that saved it, with FullyShardedDataParallel around."
         )
-    if given and (lost := [name for name in numbers if name not in given and parameters[name].requires_grad]):
+    if saved and (lost := [name for name in numbers if name not in saved and parameters[name].requires_grad]):
         raise InputError(f"the optimizer's state lacks {lost[0]!r}: it belongs to another model or is incomplete.")
     states = {
         numbers[name]: {key: _as_part(f"{name}.{key}", value, parameters[name]) for key, value in entries.items()}
-        for name, entries in given.items()
+        for name, entries in saved.items()
     }
     return {"state": states, "param_groups": _groups(state.get("param_groups"), optimizer, names, numbers)}
 
@@ -102,11 +102,11 @@ def _nested(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _groups(
-    given: Any, optimizer: torch.optim.Optimizer, names: Mapping[int, str], numbers: Mapping[str, int]
+    saved_groups: Any, optimizer: torch.optim.Optimizer, names: Mapping[int, str], numbers: Mapping[str, int]
 ) -> list[dict[str, Any]]:
     """The optimizer's groups, with the values of the saved group that has the same first parameter."""
     groups = []
-    by_first = {clean(group["params"][0]): group for group in given or [] if group.get("params")}
+    by_first = {clean(group["params"][0]): group for group in saved_groups or [] if group.get("params")}
     for group in optimizer.param_groups:
         parameters = [names[id(parameter)] for parameter in group["params"]]
         saved = by_first.get(parameters[0], {}) if parameters else {}

@@ -71,17 +71,17 @@ def _construct(changes: Changes) -> None:
     init, config_init = Fsdp.__init__, FullStateDictConfig.__init__
 
     def new(cls: type, module: Any = None, *args: Any, **kwargs: Any) -> Any:
-        found = kwargs.get("module", module)
-        if isinstance(found, nn.Module) and issubclass(cls, Fsdp):
-            admit_config(getattr(found, "config", None))
-            if _sharded(found) is not None:
-                raise InputError(f"FullyShardedDataParallel: {type(found).__name__} is already sharded. Wrap it once.")
-            if transformed(found) is not None:
+        model = kwargs.get("module", module)
+        if isinstance(model, nn.Module) and issubclass(cls, Fsdp):
+            admit_config(getattr(model, "config", None))
+            if _sharded(model) is not None:
+                raise InputError(f"FullyShardedDataParallel: {type(model).__name__} is already sharded. Wrap it once.")
+            if transformed(model) is not None:
                 return object.__new__(ShardedModel)
-            inner = next((name for name, child in found.named_modules() if name and transformed(child) is not None), None)
+            inner = next((name for name, child in model.named_modules() if name and transformed(child) is not None), None)
             if inner is not None:
                 raise InputError(
-                    f"FullyShardedDataParallel around {type(found).__name__}, in which {inner} is transformed: wrap the "
+                    f"FullyShardedDataParallel around {type(model).__name__}, in which {inner} is transformed: wrap the "
                     "transformed model itself, and put the result into the enclosing module."
                 )
         return object.__new__(cls)
@@ -112,8 +112,8 @@ def _construct(changes: Changes) -> None:
 
 
 def _sharded(model: Any) -> ShardedModel | None:
-    found = sharded_in(model)
-    return found[0] if found else None
+    models = sharded_in(model)
+    return models[0] if models else None
 
 
 def _state_dict_type(models: list[ShardedModel], kind: Any, model_config: Any = None, optim_config: Any = None) -> Any:
@@ -178,16 +178,16 @@ def _static(changes: Changes) -> None:
     @functools.wraps(theirs)
     def to_load(*args: Any, **kwargs: Any) -> Any:
         """Positional arguments in PyTorch's order, or in that of PyTorch 2.0, where the state comes first."""
-        given = {**kwargs}
+        arguments = {**kwargs}
         for value in args:
             kind = "model" if isinstance(value, nn.Module) else "optim" if isinstance(value, torch.optim.Optimizer) else None
-            given.setdefault(kind or "optim_state_dict", value)
-        model = _sharded(given.get("model"))
+            arguments.setdefault(kind or "optim_state_dict", value)
+        model = _sharded(arguments.get("model"))
         if model is None:
             return theirs(*args, **kwargs)
-        state = optim.optim_state_to_load(model, given["optim"], given["optim_state_dict"])
-        if given.get("load_directly"):
-            given["optim"].load_state_dict(state)
+        state = optim.optim_state_to_load(model, arguments["optim"], arguments["optim_state_dict"])
+        if arguments.get("load_directly"):
+            arguments["optim"].load_state_dict(state)
         return state
 
     changes.set(Fsdp, "optim_state_dict_to_load", staticmethod(to_load))
@@ -199,13 +199,13 @@ def _either(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..
     @functools.wraps(theirs)
     def choose(model: Any = None, *args: Any, **kwargs: Any) -> Any:
         name = "module" if "module" in kwargs else "model"
-        given = kwargs.pop(name, model)
-        found = sharded_in(given)
-        if not found:
-            return theirs(given, *args, **kwargs)
+        root = kwargs.pop(name, model)
+        models = sharded_in(root)
+        if not models:
+            return theirs(root, *args, **kwargs)
         renamed = {"state_dict_type": "kind", "state_dict_config": "model_config", "optim_state_dict_config": "optim_config"}
         renamed |= {"optim": "optimizer"}
-        return ours(found, *args, **{renamed.get(key, key): value for key, value in kwargs.items()})
+        return ours(models, *args, **{renamed.get(key, key): value for key, value in kwargs.items()})
 
     return choose
 

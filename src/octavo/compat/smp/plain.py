@@ -40,19 +40,19 @@ def with_ranks(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
     """
     if not (is_initialized() and dist.is_initialized()):
         return args, kwargs
-    given = _SIGNATURE.bind(model, *args, **kwargs)
-    if given.arguments.get("process_group") is not None or given.arguments.get("device_mesh") is not None:
+    call = _SIGNATURE.bind(model, *args, **kwargs)
+    if call.arguments.get("process_group") is not None or call.arguments.get("device_mesh") is not None:
         return args, kwargs  # the script's, or those of an enclosing FSDP
-    degree, strategy = resolved(smp_state.hybrid_shard_degree, given.arguments.get("sharding_strategy"))
+    degree, strategy = resolved(smp_state.hybrid_shard_degree, call.arguments.get("sharding_strategy"))
     if degree == 1:  # PyTorch turns a hybrid strategy over groups of one rank into NO_SHARD within each
         strategy = ShardingStrategy.NO_SHARD
-    given.arguments["sharding_strategy"] = strategy
+    call.arguments["sharding_strategy"] = strategy
     if strategy in IN_HOST:
         mesh = cached("plain", degree, lambda: _mesh(degree))
-        given.arguments["process_group"] = mesh.get_group("hybrid_shard"), mesh.get_group("replicate")
+        call.arguments["process_group"] = mesh.get_group("hybrid_shard"), mesh.get_group("replicate")
     else:
         cached("plain", 0, lambda: None)  # over all ranks; NO_SHARD averages over all of them too
-    return given.args[1:], given.kwargs
+    return call.args[1:], call.kwargs
 
 
 def _mesh(degree: int) -> DeviceMesh:
@@ -66,10 +66,10 @@ def _mesh(degree: int) -> DeviceMesh:
     return init_device_mesh(ranks.device.type, (ranks.world_size // degree, degree), mesh_dim_names=names)
 
 
-def group_of(state: Mapping[str, Any], given: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The group over which a state is sharded; None for all ranks. given: the script's group, for a state without shards."""
-    found = next((value._process_group for value in state.values() if isinstance(value, ShardedTensor)), given)
-    return None if found is None or dist.get_world_size(found) == dist.get_world_size() else found
+def group_of(state: Mapping[str, Any], of_script: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The group over which a state is sharded; None for all ranks. of_script: the group without shards."""
+    group = next((value._process_group for value in state.values() if isinstance(value, ShardedTensor)), of_script)
+    return None if group is None or dist.get_world_size(group) == dist.get_world_size() else group
 
 
 def load_optimizer(key: str, reader: Any, planner: Any, group: dist.ProcessGroup) -> dict[str, Any]:

@@ -34,20 +34,20 @@ def apply(changes: Changes) -> None:
     ) -> None:
         if not sharded_in(model) or auto_wrap_policy is not None:
             return theirs(model, checkpoint_wrapper_fn, check_fn, auto_wrap_policy)
-        layers = [found for sharded in sharded_in(model) if (noted := transformed(sharded.module)) for found in noted.layers]
+        layers = [layer for sharded in sharded_in(model) if (noted := transformed(sharded.module)) for layer in noted.layers]
         taken = False
 
         def named(part: nn.Module) -> bool:
             nonlocal taken
-            found = bool(check_fn(part))
-            taken |= found
-            return found
+            selected = bool(check_fn(part))
+            taken |= selected
+            return selected
 
         def in_its_place(part: nn.Module) -> bool:
             nonlocal taken
-            found = isinstance(part, TransformerLayer) and any(_takes(check_fn, layer) for layer in layers)
-            taken |= found
-            return found
+            selected = isinstance(part, TransformerLayer) and any(_takes(check_fn, layer) for layer in layers)
+            taken |= selected
+            return selected
 
         # Each module once, in order: check_fn may count its calls, for example to select every second layer.
         for choice in (named, in_its_place):

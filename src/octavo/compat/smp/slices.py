@@ -33,8 +33,8 @@ class _Joined:
         self.parts: bool | None = None
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        given = {**dict(zip(_ORDER, args, strict=False)), **kwargs}
-        tensors = {name: given[name] for name in SEQUENCES if isinstance(given.get(name), Tensor)}
+        arguments = {**dict(zip(_ORDER, args, strict=False)), **kwargs}
+        tensors = {name: arguments[name] for name in SEQUENCES if isinstance(arguments.get(name), Tensor)}
         if not tensors:
             return args, kwargs
         same = bool(self.context.same(*tensors.values()))
@@ -53,7 +53,7 @@ class _Joined:
         if not self.parts:
             return args, kwargs
         joined = {name: self._whole(tensor) for name, tensor in tensors.items()}
-        return (), {**given, **joined}
+        return (), {**arguments, **joined}
 
     def _whole(self, x: Tensor) -> Tensor:
         parts = [torch.empty_like(x) for _ in range(self.context.size)]

@@ -101,11 +101,11 @@ def with_shards(state: Mapping[Any, Any], among: Callable[[Tensor], bool]) -> di
     Raises:
         InputError: rows that are no longer a model's.
     """
-    found = dict(state)
+    sharded = dict(state)
     for key, value in state.items():
         if isinstance(value, Fp8State):
-            found |= _shards(state, str(key).removesuffix(FP8), value.model(), among)
-    return found
+            sharded |= _shards(state, str(key).removesuffix(FP8), value.model(), among)
+    return sharded
 
 
 def _shards(
@@ -113,7 +113,7 @@ def _shards(
 ) -> dict[str, Tensor]:
     if model is None:
         raise InputError("a local state dict needs its model when it is saved or loaded: keep the model until then.")
-    found: dict[str, Tensor] = {}
+    shards: dict[str, Tensor] = {}
     for name, tensor in tensors_of(model).items():
         value = state.get(f"{prefix}{name}")
         if value is None or has_part(value) or not has_part(tensor) or not among(tensor):
@@ -123,8 +123,8 @@ def _shards(
                 f"{prefix}{name} of a local state dict is not the model's tensor, and ranks that share a folder would "
                 "write over each other's rows: save state_dict() as it is, or a SHARDED_STATE_DICT."
             )
-        found[f"{prefix}{name}"] = tensor.detach()
-    return found
+        shards[f"{prefix}{name}"] = tensor.detach()
+    return shards
 
 
 def clean(name: str) -> str:
@@ -146,9 +146,9 @@ def sharded_in(model: Any) -> list[Any]:
     `modules()` forwards `sharded_model`.
     """
     modules = getattr(model, "modules", None)
-    found = [module for module in modules() if "state_settings" in vars(module)] if callable(modules) else []
-    hidden = None if found else getattr(model, "sharded_model", None)
-    return [hidden] if hasattr(hidden, "state_settings") else found
+    sharded = [module for module in modules() if "state_settings" in vars(module)] if callable(modules) else []
+    hidden = None if sharded else getattr(model, "sharded_model", None)
+    return [hidden] if hasattr(hidden, "state_settings") else sharded
 
 
 @contextlib.contextmanager
@@ -253,14 +253,14 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any], settings: Setti
     settle(model)
     tensors, way = tensors_of(model), conversion_of(model)
     stored = stored_names_of(model)
-    given = {stored.get(clean(name), clean(name)): value for name, value in state.items() if name != FP8}
+    entries = {stored.get(clean(name), clean(name)): value for name, value in state.items() if name != FP8}
     local = settings.state_dict_type in (StateDictType.LOCAL_STATE_DICT, SMStateDictType.SM_LOCAL_STATE_DICT)
     weights = {id(getattr(one.module, part, None)): one for _, one in states_of(model) for part in one.parts}
     products = {clean(name): weights[id(p)] for name, p in model.named_parameters() if id(p) in weights}
     products = {stored.get(name, name): one for name, one in products.items()}
     missing, used = [], set()
     for name, tensor in tensors.items():
-        value, names = _found(name, given, way)
+        value, names = _found(name, entries, way)
         if value is None:
             missing.append(name)
             continue
@@ -268,14 +268,14 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any], settings: Setti
         _copy(name, tensor, value)
         if name in products and not state.get(FP8):
             weight_is_new(products[name])
-    if len(missing) == len(tensors) and (given or local):
-        found = f"none of its keys, such as {next(iter(given))!r}, is" if given else "none of its keys is"
+    if len(missing) == len(tensors) and (entries or local):
+        described = f"none of its keys, such as {next(iter(entries))!r}, is" if entries else "none of its keys is"
         raise WrongState(
-            f"this state dict has no key of {type(model).__name__}: {found} one of the model's, such as "
+            f"this state dict has no key of {type(model).__name__}: {described} one of the model's, such as "
             f"{next(iter(tensors))!r}. Load it into the model, with the wrappers, that saved it."
         )
     tied = set() if way is None else {one for name in way.tied for one in (name, *way.names(name))}
-    unexpected = [name for name in given if name not in used and name not in tied]
+    unexpected = [name for name in entries if name not in used and name not in tied]
     if strict and (missing or unexpected):
         raise WrongState(
             f"Error(s) in loading state_dict for {type(model).__name__}: missing keys: {missing[:6]}, unexpected keys: "
@@ -295,14 +295,14 @@ def load_fp8(model: nn.Module, data: Any) -> None:
     decode(model, tensor)
 
 
-def _found(name: str, given: Mapping[str, Any], way: Conversion | None) -> tuple[Any, set[str]]:
+def _found(name: str, entries: Mapping[str, Any], way: Conversion | None) -> tuple[Any, set[str]]:
     """(a parameter's value, by Octavo's name or converted from Hugging Face's tensors, or None; the used names)."""
-    if name in given:
-        return given[name], {name}
+    if name in entries:
+        return entries[name], {name}
     names = () if way is None else way.names(name)
-    if way is None or not names or any(one not in given for one in names):
+    if way is None or not names or any(one not in entries for one in names):
         return None, set()
-    parts = tuple(whole_tensor(given[one]) for one in names)
+    parts = tuple(whole_tensor(entries[one]) for one in names)
     return way.join(name, parts), set(names)
 
 

@@ -44,8 +44,8 @@ def _with_smddp(theirs: Callable[..., Any]) -> Callable[..., Any]:
     return new
 
 
-def _instead(found: re.Match[str]) -> str:
-    device = found[1] or ""
+def _instead(match: re.Match[str]) -> str:
+    device = match[1] or ""
     gpu = torch.cuda.is_available() if not device else device.lower() != "cpu:"
     return f"{device}{'nccl' if gpu else 'gloo'}"
 

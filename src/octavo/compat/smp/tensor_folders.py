@@ -73,9 +73,9 @@ def among(state: Any, group: dist.ProcessGroup | None, place: str | None) -> Amo
         _check_apart(place)
         return Among(group)
     together = replica_group(len(replicas[0]))
-    given: list[Any] = [None] * dist.get_world_size(together)
-    dist.all_gather_object(given, (ranks.tp_rank, place), group=together)
-    by_rank = [{str(folder) for rank, folder in given if rank == each} for each in range(ranks.tp_size)]
+    places: list[Any] = [None] * dist.get_world_size(together)
+    dist.all_gather_object(places, (ranks.tp_rank, place), group=together)
+    by_rank = [{str(folder) for rank, folder in places if rank == each} for each in range(ranks.tp_size)]
     distinct = set().union(*by_rank)
     if len(distinct) == 1:
         return Among(together, "one")
@@ -152,9 +152,9 @@ def _check_one_folder(per_rank: Mapping[Any, Any], group: dist.ProcessGroup | No
     tensors = dict(_tensors_in(per_rank))
     sharded = [name for name, value in tensors.items() if isinstance(value, DTensor)]
     digests = {name: _digest(value) for name, value in tensors.items() if name not in sharded}
-    given: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(given, digests, group=group)
-    others = [name for name, digest in digests.items() if any(each.get(name) != digest for each in given)]
+    of_ranks: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(of_ranks, digests, group=group)
+    others = [name for name, digest in digests.items() if any(each.get(name) != digest for each in of_ranks)]
     if sharded or others:
         n = world.state.tp_size
         way = "FSDP.optim_state_dict(model, optimizer) has an optimizer's states as parts of the whole." if sharded else ""
@@ -180,9 +180,9 @@ def _digest(tensor: Tensor) -> str:
 
 def _check_apart(place: str | None) -> None:
     """Refuse one folder for local rows of several tensor ranks, which would overwrite each other. Collective over them."""
-    given: list[Any] = [None] * world.state.tp_size
-    dist.all_gather_object(given, place, group=world.state.tp_process_group)
-    if place is not None and len(set(given)) < len(given):
+    places: list[Any] = [None] * world.state.tp_size
+    dist.all_gather_object(places, place, group=world.state.tp_process_group)
+    if place is not None and len(set(places)) < len(places):
         raise InputError(
             f"save: several tensor ranks give the folder {place!r} for their local rows: put tp_rank into its name, or give "
             "process_group=model.process_group, whose ranks have all rows."
@@ -194,12 +194,12 @@ def entries_of_folder(metadata: Any, results: list[Any], here: list[Any]) -> tup
 
     here: the results of the folder's ranks.
     """
-    owners = {found[0] for each in here for result in each if (found := _owner(result.index.fqn)) is not None}
+    owners = {owner[0] for each in here for result in each if (owner := _owner(result.index.fqn)) is not None}
     assert len(owners) <= 1, owners
 
     def renamed(name: str) -> str | None:
-        found = _owner(name)
-        return name if found is None else found[1] if found[0] in owners else None
+        owner = _owner(name)
+        return name if owner is None else owner[1] if owner[0] in owners else None
 
     def entries(table: Mapping[str, Any] | None) -> dict[str, Any]:
         named = [(renamed(name), value) for name, value in (table or {}).items()]
@@ -243,20 +243,20 @@ def settle(reader: Any) -> None:
     if (path / ".metadata").is_file():
         return
     root = path.parent if _FOLDER.fullmatch(path.name) else path
-    found: dict[tuple[str, int], dict[int, Path]] = {}
+    by_degree: dict[tuple[str, int], dict[int, Path]] = {}
     for folder in root.glob("?p*-*"):
         if (match := _FOLDER.fullmatch(folder.name)) and (folder / ".metadata").is_file():
-            found.setdefault((match[1], int(match[2])), {})[int(match[3])] = folder
-    if not found:
+            by_degree.setdefault((match[1], int(match[2])), {})[int(match[3])] = folder
+    if not by_degree:
         return
-    if len(found) > 1:
-        kinds = {kind for kind, _ in found}
+    if len(by_degree) > 1:
+        kinds = {kind for kind, _ in by_degree}
         words = "tensor and expert" if len(kinds) > 1 else "tensor" if "tp" in kinds else "expert"
-        degrees = ", ".join(f"{kind}{degree}-{min(each)}" for (kind, degree), each in sorted(found.items()))
+        degrees = ", ".join(f"{kind}{degree}-{min(each)}" for (kind, degree), each in sorted(by_degree.items()))
         raise InputError(
             f"load: {str(root)!r} has checkpoints of several {words} degrees, {degrees}: give one of these folders."
         )
-    (kind, degree), folders = next(iter(found.items()))
+    (kind, degree), folders = next(iter(by_degree.items()))
     wanted = world.state.tp_rank if kind == "tp" else world.state.ep_rank
     chosen = folders.get(wanted % degree, folders[min(folders)])
     reader.path = reader.fs.init_path(str(chosen))

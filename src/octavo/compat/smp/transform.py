@@ -56,8 +56,8 @@ def whole_weights(model: nn.Module) -> Load | None:
 
 def transformed(model: nn.Module) -> Transformed | None:
     """The settings of `transform` for a model; None for a model that is not transformed."""
-    found: Transformed | None = vars(model).get(_MARK)
-    return found
+    settings: Transformed | None = vars(model).get(_MARK)
+    return settings
 
 
 class Output(CausalLMOutput):

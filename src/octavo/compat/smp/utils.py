@@ -70,9 +70,9 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, *
 
     Returns the norm before scaling.
     """
-    found = next((module for module in model.modules() if isinstance(module, FullyShardedDataParallel)), None)
-    if found is not None:
-        return found.clip_grad_norm_(max_norm, norm_type)
+    sharded = next((module for module in model.modules() if isinstance(module, FullyShardedDataParallel)), None)
+    if sharded is not None:
+        return sharded.clip_grad_norm_(max_norm, norm_type)
     return clip_by_pytorch(model, max_norm, norm_type)
 
 

@@ -50,8 +50,8 @@ def _prepare(attention: Any, taken: dict[str, Any], values: dict[str, Any], *, c
     if cross:
         make_cross(attention, fused=taken["fuse_qkv_params"])
     elif not taken["fuse_qkv_params"]:
-        given = None if values["init_method"] is normal else values["init_method"]
-        separate(_first(attention), attention.heads, attention.groups, given)
+        init = None if values["init_method"] is normal else values["init_method"]
+        separate(_first(attention), attention.heads, attention.groups, init)
         attention.grouped = True  # `Parts` concatenates them by key-value head
     _order(attention)
 
@@ -176,8 +176,8 @@ class DotProductAttention(OneRank, Stateless, _attention.DotProductAttention, me
                     f"qkv_format={order!r} with a tensor {list(part.shape)}: it has {3 if packed else 4} dimensions."
                 )
         if not parts[0].dtype == parts[1].dtype == parts[2].dtype:
-            found = ", ".join(str(part.dtype) for part in parts)
-            raise InputError(f"query_layer, key_layer and value_layer are {found}: give one dtype.")
+            dtypes = ", ".join(str(part.dtype) for part in parts)
+            raise InputError(f"query_layer, key_layer and value_layer are {dtypes}: give one dtype.")
         if parts[0].shape[-2] != self.heads or parts[1].shape[-2] != self.groups:
             raise InputError(
                 f"query_layer and key_layer of {parts[0].shape[-2]} and {parts[1].shape[-2]} heads: the layer has "

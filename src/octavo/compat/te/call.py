@@ -87,22 +87,22 @@ class Given:
         packed: bool = False, encoded: Tensor | None = None, self_attention: bool = False,
     ) -> tuple[Self, dict[str, Any]]:  # fmt: skip
         """The call, and the arguments that it does not handle."""
-        given = {name: value for name, value in arguments.items() if name in TAKEN and value is not None}
+        passed = {name: value for name, value in arguments.items() if name in TAKEN and value is not None}
         rest = {name: value for name, value in arguments.items() if name not in TAKEN}
         kind = settings.kind if kind is None else mask_type("attn_mask_type", kind)
         window = settings.window if window is None else window_pair(window)
         right = settings.bottom_right if bottom_right is None else bottom_right
-        recompute = given.get("checkpoint_core_attention", False)
+        recompute = passed.get("checkpoint_core_attention", False)
         check_flags("attention", bottom_right_diagonal=right or False, checkpoint_core_attention=recompute)
-        bias = check_terms(given)
-        check_cap_alone(cap_of(given.get("softcap", settings.softcap)), bias)
+        bias = check_terms(passed)
+        check_cap_alone(cap_of(passed.get("softcap", settings.softcap)), bias)
         call = cls(
             settings,
             kind,
             window,
             right,
             mask,
-            given,
+            passed,
             packed,
             encoded,
             self_attention,
@@ -133,13 +133,13 @@ class Given:
 
     def native(self, batch: int, heads: int, queries: int, keys: int, device: torch.device) -> tuple[Tensor | None, str]:
         """The mask for the layer of `octavo.nn`, bool [B or 1, H or 1, Tq, Tk] or None, and its mask type."""
-        found, base = self._native((batch, heads, keys), device)
+        mask, base = self._native((batch, heads, keys), device)
         self._check_samples(queries, keys)
-        if found is not None:
+        if mask is not None:
             plain = self.kind in PLAIN
             windowed = plain or self.window is not None
             self._say({f"attn_mask_type={self.kind!r}": not plain, f"window_size={self.window}": windowed}, MASKED)
-        return found, base
+        return mask, base
 
     def _native(self, shape: tuple[int, int, int], device: torch.device) -> tuple[Tensor | None, str]:
         settings, kind, window = self.settings, self.kind, self.window
@@ -147,20 +147,20 @@ class Given:
             return mask_and_type(kind, self.mask, window, shape, device)
         if "causal" in kind and window is not None and window[0] == settings.native[0]:
             return None, "causal"
-        found, base = mask_and_type(kind, self.mask, window, shape, device)
+        mask, base = mask_and_type(kind, self.mask, window, shape, device)
         everything = shape[2], shape[2]
-        return (found if found is not None else mask_and_type(kind, self.mask, everything, shape, device)[0]), base
+        return (mask if mask is not None else mask_and_type(kind, self.mask, everything, shape, device)[0]), base
 
     def _check_samples(self, queries: int, keys: int) -> None:
         """Raise an InputError unless max_seqlen_… and pad_between_seqs fit samples without lengths."""
         self._check_padding({})
         masks = self._masks()
         for name, mask, tokens in zip(LONGEST, masks, (queries, keys), strict=True):
-            given, longest = self.given.get(name), tokens
-            if isinstance(given, int) and given < tokens and "padding" in self.kind and isinstance(mask, Tensor):
+            maximum, longest = self.given.get(name), tokens
+            if isinstance(maximum, int) and maximum < tokens and "padding" in self.kind and isinstance(mask, Tensor):
                 longest = int((~mask).sum(-1).max()) if mask.numel() else 0
-            if given is not None:
-                check_longest(name, given, longest)
+            if maximum is not None:
+                check_longest(name, maximum, longest)
 
     def _check_padding(self, padded: dict[str, bool], *, full: bool = False) -> None:
         """Raise an InputError if pad_between_seqs contradicts the lengths.
@@ -249,18 +249,18 @@ class Given:
             kv_ends, kv_padded = q_ends, q_padded if kv_padded is None else kv_padded
         assert q_ends is not None
         assert kv_ends is not None
-        found, gaps = [], {}
+        sequences, gaps = [], {}
         sides = zip(LENGTHS, LONGEST, (q_ends, kv_ends), (q_padded, kv_padded), (queries, keys), strict=False)
         for name, longest, ends, padded, tokens in sides:
-            found.append(places(name, ends, padded, tokens, packed=self.packed))
-            if not self.packed and len(found[-1]) != batch:
-                raise InputError(f"{name} is of {len(found[-1])} sequences: there are {batch} samples.")
+            sequences.append(places(name, ends, padded, tokens, packed=self.packed))
+            if not self.packed and len(sequences[-1]) != batch:
+                raise InputError(f"{name} is of {len(sequences[-1])} sequences: there are {batch} samples.")
             if longest in self.given:
-                check_longest(longest, self.given[longest], max((end - first for _, first, end in found[-1]), default=0))
+                check_longest(longest, self.given[longest], max((end - first for _, first, end in sequences[-1]), default=0))
             if padded is not None and self.packed:
                 gaps[_PLACES[name]] = padded[:-1] != ends[:-1]
         self._check_padding(gaps, full=(q_ends[-1], kv_ends[-1]) == (queries, keys))
-        return joined(*found)
+        return joined(*sequences)
 
     def _masks(self) -> tuple[Any, Any]:
         """The masks of queries and of keys."""

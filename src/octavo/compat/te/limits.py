@@ -57,12 +57,12 @@ def split_sizes(parameters_split: Any, rows: int) -> dict[str, int]:
         InputError: no names, names that are not strings or not distinct, or sizes that do not add up to `rows`.
     """
     if isinstance(parameters_split, Mapping):
-        given = list(parameters_split.items())
+        requested = list(parameters_split.items())
     else:
         names = list(parameters_split)
-        given = [(name, rows // max(1, len(names))) for name in names]
-    sizes = {name.rstrip("_"): size for name, size in given if isinstance(name, str) and isinstance(size, int) and size > 0}
-    if not given or len(sizes) < len(given) or sum(sizes.values()) != rows:
+        requested = [(name, rows // max(1, len(names))) for name in names]
+    sizes = {name.rstrip("_"): size for name, size in requested if isinstance(name, str) and isinstance(size, int) and size > 0}
+    if not requested or len(sizes) < len(requested) or sum(sizes.values()) != rows:
         raise InputError(
             f"parameters_split={parameters_split!r}: give distinct names, whose number divides the {rows} rows, or a "
             f"dictionary of names and whole numbers of rows that add up to {rows}."
@@ -87,21 +87,21 @@ def check_layer(layer: str, values: Mapping[str, Any]) -> None:
         raise InputError("TransformerLayer(layer_type='decoder', parallel_attention_mlp=True) is not defined. Leave one out.")
 
 
-def check_terms(given: Mapping[str, Any]) -> str:
+def check_terms(arguments: Mapping[str, Any]) -> str:
     """The bias type of an attention call, from its arguments.
 
     Raises:
         InputError: an unknown type, a bias without its type, or a type without its bias.
     """
-    bias = given.get("core_attention_bias_type", "no_bias")
+    bias = arguments.get("core_attention_bias_type", "no_bias")
     check_kind("core_attention_bias_type", bias, BIASES)
-    there = given.get("core_attention_bias") is not None
+    there = arguments.get("core_attention_bias") is not None
     if there != (bias in ("pre_scale_bias", "post_scale_bias")):
         raise InputError(
             f"core_attention_bias_type={bias!r} with{'' if there else 'out'} core_attention_bias: 'pre_scale_bias' and "
             "'post_scale_bias' take one, the others none."
         )
-    if given.get("alibi_slopes") is not None and bias != "alibi":
+    if arguments.get("alibi_slopes") is not None and bias != "alibi":
         raise InputError(f"alibi_slopes with core_attention_bias_type={bias!r}: pass 'alibi'.")
     return str(bias)
 
@@ -112,7 +112,7 @@ def check_cap_alone(cap: float, bias: str) -> None:
         raise InputError(f"softcap={cap} with core_attention_bias_type={bias!r} is not supported: leave one out.")
 
 
-def check_lengths(given: Mapping[str, Any], *, self_attention: bool, packed: bool = False) -> None:
+def check_lengths(arguments: Mapping[str, Any], *, self_attention: bool, packed: bool = False) -> None:
     """Check that the cumulative lengths of a call are complete.
 
     self_attention: queries and keys have the same lengths. packed: the tensors are packed sequences, which need lengths.
@@ -120,7 +120,7 @@ def check_lengths(given: Mapping[str, Any], *, self_attention: bool, packed: boo
     Raises:
         InputError: some are missing.
     """
-    q, kv, q_padded, kv_padded = (given.get(name) is not None for name in LENGTHS)
+    q, kv, q_padded, kv_padded = (arguments.get(name) is not None for name in LENGTHS)
     if not (packed or q or kv or q_padded or kv_padded):
         return
     if q and not kv and self_attention:
@@ -133,26 +133,26 @@ def check_lengths(given: Mapping[str, Any], *, self_attention: bool, packed: boo
         raise InputError("cu_seqlens_q_padded and cu_seqlens_kv_padded go together: give both, or none.")
 
 
-def check_rotation(given: Mapping[str, Any]) -> None:
+def check_rotation(arguments: Mapping[str, Any]) -> None:
     """Check the arguments of `apply_rotary_pos_emb` other than tensors.
 
     Raises:
         InputError: another format, a flag that is not a bool, a rank outside `cp_size`, "thd" without cu_seqlens, another
             format with them, or start positions of sequences that ranks share.
     """
-    order, size, rank = given.get("tensor_format", "sbhd"), given.get("cp_size", 1), given.get("cp_rank", 0)
+    order, size, rank = arguments.get("tensor_format", "sbhd"), arguments.get("cp_size", 1), arguments.get("cp_rank", 0)
     check_kind("tensor_format", order, FORMATS)
-    check_flags("apply_rotary_pos_emb", interleaved=given.get("interleaved", False))
+    check_flags("apply_rotary_pos_emb", interleaved=arguments.get("interleaved", False))
     for name, value, least in (("cp_size", size, 1), ("cp_rank", rank, 0)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise InputError(f"{name}={value!r}: give a whole number of at least {least}.")
     if rank >= size:
         raise InputError(f"cp_rank={rank} with cp_size={size}: ranks are 0 to {size - 1}.")
-    if size > 1 and given.get("start_positions") is not None:
+    if size > 1 and arguments.get("start_positions") is not None:
         raise InputError(f"start_positions with cp_size={size}: ranks share sequences that begin at position 0. Leave one out.")
-    if order == "thd" and given.get("cu_seqlens") is None:
+    if order == "thd" and arguments.get("cu_seqlens") is None:
         raise InputError("tensor_format 'thd' needs cu_seqlens: where sequences begin and end.")
-    if order != "thd" and given.get("cu_seqlens") is not None:
+    if order != "thd" and arguments.get("cu_seqlens") is not None:
         raise InputError(f"cu_seqlens with tensor_format {order!r}: they belong to packed sequences, 'thd'. Leave one out.")
 
 

@@ -68,13 +68,13 @@ def check_angles(freqs: Any, head_dim: int) -> None:
         raise InputError(f"rotary angles of {freqs.shape[-1]} columns: give an even number of at most {head_dim}, a head's.")
 
 
-def _starts(given: Any, sequences: int) -> Tensor | None:
+def _starts(positions: Any, sequences: int) -> Tensor | None:
     """start_positions on the host, int [sequences]; an InputError for anything else."""
-    if given is None:
+    if positions is None:
         return None
-    if not isinstance(given, Tensor) or given.dtype not in INTEGERS or tuple(given.shape) != (sequences,):
-        raise InputError(f"start_positions are {shown(given)}: give torch.int32 [{sequences}], one for each sequence.")
-    starts = given.cpu()
+    if not isinstance(positions, Tensor) or positions.dtype not in INTEGERS or tuple(positions.shape) != (sequences,):
+        raise InputError(f"start_positions are {shown(positions)}: give torch.int32 [{sequences}], one for each sequence.")
+    starts = positions.cpu()
     if sequences and int(starts.min()) < 0:
         raise InputError(f"start_positions={starts.tolist()[:8]}: positions begin at 0, and one is {int(starts.min())}.")
     return starts

@@ -54,19 +54,19 @@ def lengths_of(mask: Tensor) -> tuple[int, ...]:
     return tuple((~padded).sum(1).tolist())
 
 
-def check_longest(name: str, given: Any, longest: int) -> None:
+def check_longest(name: str, value: Any, longest: int) -> None:
     """Check max_seqlen_q or max_seqlen_kv. Octavo does not need it, but a wrong value is refused.
 
     Raises:
         InputError: it is not a whole number, or below the longest sequence.
     """
-    if isinstance(given, Tensor) and given.numel() == 1 and not given.is_floating_point():
-        given = int(given)
-    if isinstance(given, bool) or not isinstance(given, int):
-        raise InputError(f"{name} is {shown(given)}: give a whole number of at least {longest}, or leave it out.")
-    if given < longest:
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_floating_point():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InputError(f"{name} is {shown(value)}: give a whole number of at least {longest}, or leave it out.")
+    if value < longest:
         raise InputError(
-            f"{name}={given}, and the longest sequence has {longest} tokens: give at least {longest}, or leave it out."
+            f"{name}={value}, and the longest sequence has {longest} tokens: give at least {longest}, or leave it out."
         )
 
 

@@ -42,8 +42,8 @@ def encode(module: nn.Module) -> Tensor:
         header = {f.name: getattr(recipe, f.name) for f in dataclasses.fields(recipe) if f.init}
         header["fp8_format"] = recipe.fp8_format.name
     stored = stored_names(module)
-    found = state_records(module) if header else {}
-    records = {record_name(name, stored): tensor.cpu().contiguous() for name, tensor in found.items()}
+    tensors = state_records(module) if header else {}
+    records = {record_name(name, stored): tensor.cpu().contiguous() for name, tensor in tensors.items()}
     text = json.dumps(header).encode()
     return torch.frombuffer(bytearray(_MAGIC + len(text).to_bytes(4, "little") + text + _save(records)), dtype=torch.uint8)
 
@@ -164,8 +164,8 @@ class Copy(Tensor):
         writes = name == "__setitem__" or name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
         if (writes and args and isinstance(args[0], cls)) or isinstance((kwargs or {}).get("out"), cls):
             raise InputError(_COPIES)
-        found = super().__torch_function__(func, types, args, kwargs or {})
-        return found.as_subclass(Tensor) if isinstance(found, cls) and name != "__getitem__" else found
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        return result.as_subclass(Tensor) if isinstance(result, cls) and name != "__getitem__" else result
 
 
 _IN_PLACE = tuple(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "mod", "and", "or", "xor"))
@@ -240,11 +240,11 @@ class Readable(Resettable, OneRank):
         """Read-only: recipe, num_gemms, fp8_checkpoint and, once there are histories, scaling_fwd and scaling_bwd."""
         states = [state for _, state in states_of(self)]
         recipe = next((state.recipe for state in states if state.recipe is not None), None)
-        found: dict[str, Any] = {"recipe": recipe, "num_gemms": len(states), "fp8_checkpoint": recipe is not None}
+        meta: dict[str, Any] = {"recipe": recipe, "num_gemms": len(states), "fp8_checkpoint": recipe is not None}
         if any(state.records for state in states):
-            found["scaling_fwd"] = _scaling(states, (Operand.INPUT, Operand.WEIGHT, None))
-            found["scaling_bwd"] = _scaling(states, (Operand.GRAD_OUTPUT, None))
-        return Meta(found)
+            meta["scaling_fwd"] = _scaling(states, (Operand.INPUT, Operand.WEIGHT, None))
+            meta["scaling_bwd"] = _scaling(states, (Operand.GRAD_OUTPUT, None))
+        return Meta(meta)
 
 
 class Products(Readable, Stateful):

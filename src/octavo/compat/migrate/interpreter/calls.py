@@ -85,16 +85,16 @@ class Calls(Expressions):
         return [MORE] if args is None else args, self._keywords(call)
 
     def _keywords(self, call: ast.Call) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        keywords: dict[str, Any] = {}
         for word in call.keywords:
             value = self.of(word.value)
-            given = self._entries(value) if word.arg is None else {word.arg: value}
-            twice = [name for name in given if name in found and name != REST]
+            entries = self._entries(value) if word.arg is None else {word.arg: value}
+            twice = [name for name in entries if name in keywords and name != REST]
             if twice:
                 self._doubled[id(call)] = sorted({*self._doubled.get(id(call), []), *map(str, twice)})
-            for name, each in given.items():
-                found[name] = UNKNOWN if each is MAYBE else each
-        return found
+            for name, each in entries.items():
+                keywords[name] = UNKNOWN if each is MAYBE else each
+        return keywords
 
     def _call(self, node: ast.Call) -> Any:
         function = node.func
@@ -110,9 +110,9 @@ class Calls(Expressions):
         if (
             isinstance(callee, Builtin)
             and callee.name in _OF_LISTS
-            and (found := self._of_list_call(node, callee.name)) is not ABSENT
+            and (result := self._of_list_call(node, callee.name)) is not ABSENT
         ):
-            return found
+            return result
         args, keywords = self._arguments(node)
         self._remember(node, [UNKNOWN] if any(isinstance(each, ast.Starred) for each in node.args) else args, keywords)
         kind = self._recipe_of(dotted) if dotted is not None else None
@@ -121,8 +121,8 @@ class Calls(Expressions):
         maker = dotted or (self._whole(function) or self._maybe(function) if owner is ABSENT else None)
         names = self._positional(maker) if maker is not None else None
         if names is not None:
-            given = {REST: UNKNOWN} if MORE in args else dict(zip(names, args, strict=False))
-            return self._job(node, given | keywords, sure=dotted is not None)
+            by_name = {REST: UNKNOWN} if MORE in args else dict(zip(names, args, strict=False))
+            return self._job(node, by_name | keywords, sure=dotted is not None)
         if isinstance(function, ast.Attribute) and owner is not ABSENT:
             return self._method(owner, function.attr, args, keywords)
         if isinstance(callee, Function):
@@ -130,9 +130,9 @@ class Calls(Expressions):
         if isinstance(callee, Builtin):
             return self._builtin(callee.name, node, args, keywords)
         if dotted is not None and not self._blind:
-            found = self._library(dotted, node, args, keywords)
-            if found is not ABSENT:
-                return found
+            result = self._library(dotted, node, args, keywords)
+            if result is not ABSENT:
+                return result
         if dotted == "os.path.join" and args and all(isinstance(each, str) for each in args):
             return os.path.join(*args)  # noqa: PTH118 - as the script does
         if name == "hasattr" or isinstance(callee, Task):
@@ -201,9 +201,9 @@ class Calls(Expressions):
             return UNKNOWN if args and isinstance(args[0], str) and not is_poison(args[0]) else self._poison()
         target = keywords.get("target")
         if dotted in ("multiprocessing.Process", "torch.multiprocessing.Process") and isinstance(target, Function):
-            given = keywords.get("args", Fixed())
-            if isinstance(given, Fixed | Items) and MORE not in given and not args and set(keywords) <= {"target", "args"}:
-                return Task(target, list(given))
+            passed = keywords.get("args", Fixed())
+            if isinstance(passed, Fixed | Items) and MORE not in passed and not args and set(keywords) <= {"target", "args"}:
+                return Task(target, list(passed))
         plain = not args and set(keywords) <= {"target", "daemon", "name"}
         if dotted == "threading.Thread" and isinstance(target, Function) and plain and starts_alone(target.node):
             return Task(target, [], is_thread=True)
@@ -260,16 +260,16 @@ class Calls(Expressions):
         if name == "dict":
             if len(node.args) > 1:
                 return ABSENT
-            found = Table()
+            merged = Table()
             args = []
             for each in node.args:
                 value = self._lazy(each, []) if self._is_lazy(each) else self.of(each)
                 args.append(value if not isinstance(value, list) or isinstance(value, Items | Fixed) else UNKNOWN)
-                self._merge(found, value)
+                self._merge(merged, value)
             words = self._keywords(node)
             self._remember(node, args, words)
-            self._heap.put(found, words)
-            return found
+            self._heap.put(merged, words)
+            return merged
         if not node.args or node.keywords or (len(node.args) > 1 and name not in ("min", "max")):
             return ABSENT
         if len(node.args) > 1:
@@ -295,10 +295,10 @@ class Calls(Expressions):
         """`sorted`, `min`, `max` or `sum` of constants."""
         if all(is_scalar(each) for each in items):
             try:
-                found = _OF_SCALARS[name](items)
+                result = _OF_SCALARS[name](items)
             except (TypeError, ValueError):
                 return UNKNOWN
-            return Items(found) if name == "sorted" else found
+            return Items(result) if name == "sorted" else result
         for each in lost:
             self._heap.lose(each)
         return Items([MORE]) if name == "sorted" else UNKNOWN
@@ -322,18 +322,18 @@ class Calls(Expressions):
 
     # estimators
 
-    def _job(self, node: ast.Call, given: dict[str, Any], *, sure: bool) -> Any:
+    def _job(self, node: ast.Call, values: dict[str, Any], *, sure: bool) -> Any:
         """A new estimator; lost at once unless it is certainly one (`sure`)."""
         if self._blind:
             return UNKNOWN
         number: Any = id(node) if self._rounds else (id(node), len(self._jobs))
         table = Table()
-        table.update(given)
+        table.update(values)
         job = Job(table, exported(table))
         self._jobs[number] = job
         if not sure:
             self._heap.lose(job)
-            self._hand_on(given.values(), {}, None)
+            self._hand_on(values.values(), {}, None)
         return job
 
     def _of_estimator(self, job: Job, name: str, args: list[Any], keywords: dict[str, Any]) -> Any:
@@ -373,27 +373,27 @@ class Calls(Expressions):
         if isinstance(owner, Task):
             return self._of_task(owner, name)
         if isinstance(owner, Table):
-            found = self._of_table(owner, name, args, keywords)
+            result = self._of_table(owner, name, args, keywords)
         elif isinstance(owner, Items):
-            found = self._of_items(owner, name, args) if not keywords else ABSENT
+            result = self._of_items(owner, name, args) if not keywords else ABSENT
         elif isinstance(owner, str):
             if name == "join" and len(args) == 1 and isinstance(args[0], Items | Fixed | Table | View):
                 try:
                     args = [list(self._live_value(args[0]))]
                 except End:
                     return UNKNOWN
-            found = of_text(owner, name, args, keywords)
-            found = Items(found) if isinstance(found, list) else found
+            result = of_text(owner, name, args, keywords)
+            result = Items(result) if isinstance(result, list) else result
         else:
-            found = ABSENT
+            result = ABSENT
             if isinstance(owner, Fixed) and name in ("index", "count") and all(is_scalar(each) for each in (*args, *owner)):
-                found = self._plainly(owner, name, args)
-        if found is ABSENT or found is UNKNOWN:
+                result = self._plainly(owner, name, args)
+        if result is ABSENT or result is UNKNOWN:
             self._hand_on(args, keywords, None)
-        if found is ABSENT:
+        if result is ABSENT:
             self._heap.lose(owner)
             return UNKNOWN
-        return found
+        return result
 
     def _plainly(self, owner: list[Any], name: str, args: list[Any]) -> Any:
         try:
@@ -554,18 +554,18 @@ class Calls(Expressions):
             return UNKNOWN
         names = [each.arg for each in (*node.args.posonlyargs, *node.args.args)]
         several = MORE in args
-        given = (dict.fromkeys(names, UNKNOWN) if several else dict(zip(names, args, strict=False))) | keywords
+        values = (dict.fromkeys(names, UNKNOWN) if several else dict(zip(names, args, strict=False))) | keywords
         parameters = {*names, *(each.arg for each in node.args.kwonlyargs)}
-        more = {name: given.pop(name) for name in list(given) if name not in parameters}
+        more = {name: values.pop(name) for name in list(values) if name not in parameters}
         if REST in more:  # it may contain any of the others
-            given |= dict.fromkeys(parameters - set(given), UNKNOWN)
+            values |= dict.fromkeys(parameters - set(values), UNKNOWN)
         if node.args.kwarg is not None:
             table = Table()
             self._heap.put(table, more)
-            given[node.args.kwarg.arg] = table
+            values[node.args.kwarg.arg] = table
         if node.args.vararg is not None:
-            given[node.args.vararg.arg] = UNKNOWN if several else Fixed(args[len(names) :])
-        return self._run(node, function.defaults | given, self._module)
+            values[node.args.vararg.arg] = UNKNOWN if several else Fixed(args[len(names) :])
+        return self._run(node, function.defaults | values, self._module)
 
     def _run(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda, values: dict[str, Any], around: Names) -> Any:
         if node in self._running or len(self._running) >= _DEEPEST or self._steps > MOST_STEPS:
@@ -588,6 +588,6 @@ class Calls(Expressions):
         else:
             ended = self._block(node.body)
         self._running.pop()
-        found = self._returns.pop() + ([None] if NEXT in ended else [])
+        results = self._returns.pop() + ([None] if NEXT in ended else [])
         self._frames = frames
-        return self._one_of(found)
+        return self._one_of(results)

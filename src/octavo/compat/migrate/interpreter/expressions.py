@@ -105,14 +105,14 @@ class Expressions(Interpreter):
         return UNKNOWN
 
     def _of_dict(self, node: ast.Dict) -> Table:
-        found = Table()
+        table = Table()
         for key, value in zip(node.keys, node.values, strict=True):
             if key is None:
-                self._heap.put(found, self._entries(self.of(value)))
+                self._heap.put(table, self._entries(self.of(value)))
             else:
                 name = self.of(key)
-                self._store(found, name, self.of(value))
-        return found
+                self._store(table, name, self.of(value))
+        return table
 
     def _store(self, table: Table, key: Any, value: Any) -> None:
         """Set an entry whose key may be unknown."""
@@ -131,26 +131,26 @@ class Expressions(Interpreter):
         return {REST: UNKNOWN}
 
     def _of_list(self, node: ast.List | ast.Tuple) -> Any:
-        found = self._several(node.elts)
-        if found is None:
+        items = self._several(node.elts)
+        if items is None:
             return UNKNOWN if isinstance(node, ast.Tuple) else Items([MORE])
-        return Fixed(found) if isinstance(node, ast.Tuple) else Items(found)
+        return Fixed(items) if isinstance(node, ast.Tuple) else Items(items)
 
     def _several(self, nodes: Sequence[ast.expr]) -> list[Any] | None:
         """Values in order, with those of `*each`. If their number is not known: None, and all are lost."""
-        found: list[Any] = []
+        values: list[Any] = []
         known = True
         for each in nodes:
             if isinstance(each, ast.Starred):
                 items = self._all(each.value)
                 known &= items is not None
-                found += items or []
+                values += items or []
             else:
-                found.append(self.of(each))
+                values.append(self.of(each))
         if not known:
-            for value in found:
+            for value in values:
                 self._heap.lose(value)
-        return found if known else None
+        return values if known else None
 
     def _of_set(self, node: ast.Set) -> Any:
         for each in node.elts:
@@ -215,10 +215,10 @@ class Expressions(Interpreter):
 
     def _calculated(self, kind: ast.operator, left: Any, right: Any) -> Any:
         if isinstance(kind, ast.BitOr) and isinstance(left, Table) and isinstance(right, Table):
-            found = Table()
-            self._heap.put(found, left)
-            self._heap.put(found, right)
-            return found
+            merged = Table()
+            self._heap.put(merged, left)
+            self._heap.put(merged, right)
+            return merged
         if isinstance(kind, ast.Add) and type(left) is type(right) and isinstance(left, Items | Fixed):
             if MORE in left or MORE in right:
                 self._lose_inside(left)
@@ -291,14 +291,14 @@ class Expressions(Interpreter):
         truth = truth_of(self.of(node.test))
         if truth is not None:
             return self.of(node.body if truth else node.orelse)
-        found: list[Any] = []
+        values: list[Any] = []
 
         def take(part: ast.expr) -> Outcome:
-            found.append(self.of(part))
+            values.append(self.of(part))
             return GOES_ON
 
         self._fork(lambda: take(node.body), lambda: take(node.orelse))
-        return self._one_of(found)
+        return self._one_of(values)
 
     def _one_of(self, values: list[Any]) -> Any:
         """The value if all are the same; otherwise UNKNOWN, and all are lost."""
@@ -330,29 +330,29 @@ class Expressions(Interpreter):
 
     def _of_comprehension(self, node: ast.ListComp | ast.DictComp | ast.SetComp | ast.GeneratorExp) -> Any:
         if isinstance(node, ast.ListComp | ast.DictComp):
-            found = self._elements(node)
-            if found is not None and isinstance(node, ast.ListComp):
-                return Items(found)
-            if found is not None:
+            elements = self._elements(node)
+            if elements is not None and isinstance(node, ast.ListComp):
+                return Items(elements)
+            if elements is not None:
                 table = Table()
-                for key, value in found:
+                for key, value in elements:
                     self._store(table, key, value)
                 return table
         return UNKNOWN if self._blind else self._give_up(node)
 
     def _elements(self, node: ast.ListComp | ast.DictComp | ast.GeneratorExp) -> list[Any] | None:
         """The elements of a comprehension, pairs for a dictionary; None if it cannot be followed to its end."""
-        found: list[Any] = []
+        elements: list[Any] = []
         frame = Names(self._frames[-1], "comprehension")
 
         def go(depth: int) -> None:
             if depth == len(node.generators):
                 if isinstance(node, ast.DictComp):
                     key = self.of(node.key)
-                    found.append((key, self.of(node.value)))
+                    elements.append((key, self.of(node.value)))
                 else:
-                    found.append(self.of(node.elt))
-                if len(found) > MOST_ITEMS:
+                    elements.append(self.of(node.elt))
+                if len(elements) > MOST_ITEMS:
                     raise End
                 return
             part = node.generators[depth]
@@ -375,13 +375,13 @@ class Expressions(Interpreter):
         try:
             go(0)
         except End:
-            for each in found:
+            for each in elements:
                 for value in each if isinstance(each, tuple) else [each]:
                     self._heap.lose(value)
             return None
         finally:
             self._frames = frames
-        return found
+        return elements
 
     # iteration
 
@@ -448,8 +448,8 @@ class Expressions(Interpreter):
     def _lazy(self, node: ast.AST, sources: list[Any]) -> Any:
         """All items of a `zip`, `enumerate`, `reversed`, `range` or generator, or UNKNOWN. sources: gets the lists it reads."""
         if isinstance(node, ast.GeneratorExp):
-            found = self._elements(node)
-            return UNKNOWN if found is None and self._blind else self._give_up(node) if found is None else found
+            elements = self._elements(node)
+            return UNKNOWN if elements is None and self._blind else self._give_up(node) if elements is None else elements
         assert isinstance(node, ast.Call)
         assert isinstance(node.func, ast.Name)
         name, words = node.func.id, {word.arg: self.of(word.value) for word in node.keywords}

@@ -376,19 +376,19 @@ class Statements(Calls):
         if self._blind:
             return body() | handler()
         heap = self._heap
-        found: list[Any] = []
+        snapshots: list[Any] = []
 
         def through() -> Outcome:
             mark = heap.mark()
             out = body()
-            found.append(heap.anywhere(mark))
+            snapshots.append(heap.anywhere(mark))
             heap.release()
             if more is not None and NEXT in out:
                 out = (out - GOES_ON) | (self._fork(more, lambda: GOES_ON) if out - GOES_ON else more())
             return out
 
         def out_of() -> Outcome:
-            states, lost = found[0]
+            states, lost = snapshots[0]
             heap.restore(states)
             for value in lost:
                 heap.lose(value)
