@@ -322,12 +322,12 @@ def check_degrees(parameters: Mapping[str, Any], ranks: int, machines: str, keys
         ) from None
 
 
-def memory_advice(given: Mapping[str, Any] | None, parameters: Mapping[str, Any] | None, ranks: int | None) -> str:
+def memory_advice(hyperparameters: Mapping[str, Any] | None, parameters: Mapping[str, Any] | None, ranks: int | None) -> str:
     """Settings that lower the memory of a rank, as text; empty if none is known.
 
-    given: the hyperparameters. parameters: SMP's. ranks: None for a script of one process.
+    parameters: SMP's. ranks: None for a script of one process.
     """
-    hyperparameters = given or {}
+    hyperparameters = hyperparameters or {}
     advice = []
     if parameters is not None and ranks:
         context = parameters.get("context_parallel_degree", 1)

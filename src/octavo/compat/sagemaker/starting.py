@@ -58,8 +58,8 @@ class Checked(NamedTuple):
     channels: dict[str, str]
 
 
-def check(request: Request, given: Any) -> Checked:
-    """Check everything that can be checked before the job has a folder. given: its channels, as in `fit`.
+def check(request: Request, data: Any) -> Checked:
+    """Check everything that can be checked before the job has a folder. data: its channels, as in `fit`.
 
     Raises:
         InputError: the first fault.
@@ -69,7 +69,7 @@ def check(request: Request, given: Any) -> Checked:
     root, script = request.script()
     jobs, remote = jobs_of(request.output, keys.output)
     job.check_jobs(jobs)
-    channels = inputs.addresses(given, keys.inputs)
+    channels = inputs.addresses(data, keys.inputs)
     for name, address in channels.items():
         if addresses.local_path(address, name) is None:
             addresses.check_address(address, f"{keys.inputs}[{name!r}] = {address!r}")
@@ -81,13 +81,13 @@ def check(request: Request, given: Any) -> Checked:
 
 
 def start(
-    request: Request, given: Any, job_name: str | None, record: Mapping[str, Any], *, waits: bool, kind: type[Kind]
+    request: Request, data: Any, job_name: str | None, record: Mapping[str, Any], *, waits: bool, kind: type[Kind]
 ) -> Kind:
     """Start a job in the background.
 
     Args:
         request: the job.
-        given: its channels, as in `fit`.
+        data: its channels, as in `fit`.
         job_name: its name; None: the script's name and the time.
         record: the arguments of the estimator or trainer, stored with the job.
         waits: the caller waits for the job, which ends with this process.
@@ -97,7 +97,7 @@ def start(
         InputError: a fault in the request; nothing has started.
     """
     keys = request.keys
-    root, script, files, layout, jobs, remote, checkpoints, channels = check(request, given)
+    root, script, files, layout, jobs, remote, checkpoints, channels = check(request, data)
     folder = job.make_folder(jobs, job_name or job.new_name(request.base_job_name or script.stem)).absolute()
     try:
         for part in ("code", "input/config", "input/data", "model", "output/data"):
