@@ -132,11 +132,11 @@ class DataConfig(Section):
 
         tokenizer: folder of the run's tokenizer, if it has one.
         """
-        found = self.validation[name]
-        given = found if isinstance(found, dict) else {"source": found}
+        stated = self.validation[name]
+        table = stated if isinstance(stated, dict) else {"source": stated}
         changes = {
-            "source": given["source"],
-            "split": given.get("split"),
+            "source": table["source"],
+            "split": table.get("split"),
             **dict.fromkeys(("validation_source", "validation_split", "max_documents", "max_tokens")),
             "weights": [],
             "validation": {},
@@ -149,17 +149,17 @@ class DataConfig(Section):
     @field_validator("validation")
     @classmethod
     def _check_names(cls, value: dict[str, Any]) -> dict[str, Any]:
-        for name, given in value.items():
+        for name, entry in value.items():
             if not _NAME_OF_SET.fullmatch(name):
                 raise ValueError(
                     f"data.validation: the name {name!r} of a set may have only letters and digits, with _ . - inside"
                 )
-            if isinstance(given, dict) and (set(given) - {"source", "split"} or "source" not in given):
-                raise ValueError(f'data.validation.{name} = {given!r}: a set is a source, or {{ source = "…", split = "…" }}')
-            if isinstance(given, dict) and not isinstance(given.get("split", ""), str):
-                raise ValueError(f"data.validation.{name}: split = {given['split']!r} is one text")
-            if not (source := given["source"] if isinstance(given, dict) else given):
-                raise ValueError(f"data.validation.{name} = {given!r}: name at least one source")
+            if isinstance(entry, dict) and (set(entry) - {"source", "split"} or "source" not in entry):
+                raise ValueError(f'data.validation.{name} = {entry!r}: a set is a source, or {{ source = "…", split = "…" }}')
+            if isinstance(entry, dict) and not isinstance(entry.get("split", ""), str):
+                raise ValueError(f"data.validation.{name}: split = {entry['split']!r} is one text")
+            if not (source := entry["source"] if isinstance(entry, dict) else entry):
+                raise ValueError(f"data.validation.{name} = {entry!r}: name at least one source")
             refuse_addresses(source, hub=True)
         return value
 

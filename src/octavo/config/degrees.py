@@ -74,8 +74,8 @@ def fit_degrees(
     Raises:
         InputError: the degrees do not fit; the message names the nearest that do.
     """
-    given = (hybrid_shard_degree, tensor_parallel_degree, context_parallel_degree, expert_parallel_degree)
-    asked = dict(zip(DEGREES, given, strict=True))
+    degrees = (hybrid_shard_degree, tensor_parallel_degree, context_parallel_degree, expert_parallel_degree)
+    asked = dict(zip(DEGREES, degrees, strict=True))
     if world_size < 1:
         raise InputError(f"a world of {world_size} ranks cannot train: start at least 1.")
     problems = _problems(asked, world_size, section)
@@ -221,9 +221,9 @@ def divisors(number: int) -> list[int]:
 
 def _nearest_divisors(number: int, wanted: int) -> list[int]:
     """The divisors just below and above `wanted`, the nearer first."""
-    found = divisors(number)
-    below = [n for n in found if n < wanted][-1:]
-    above = [n for n in found if n > wanted][:1]
+    all_divisors = divisors(number)
+    below = [n for n in all_divisors if n < wanted][-1:]
+    above = [n for n in all_divisors if n > wanted][:1]
     return sorted(below + above, key=lambda n: abs(n - wanted))
 
 

@@ -239,8 +239,8 @@ def without_effect(config: RunConfig) -> Iterator[Idle]:
     for need in _NEEDS:
         if not need.met(config):
             keys = [key for key in need.by if value_of(config, key) != {}]
-            given = [key for key in keys if value_of(config, key) is not None] or keys
-            now = " and ".join(f"no {key}" if value_of(config, key) is None else shown(config, key) for key in given)
+            set_keys = [key for key in keys if value_of(config, key) is not None] or keys
+            now = " and ".join(f"no {key}" if value_of(config, key) is None else shown(config, key) for key in set_keys)
             for key in need.keys:
                 if key not in seen:
                     yield Idle(key, need.by, f"has no effect with {now}: it needs {need.condition}")

@@ -24,11 +24,11 @@ _WHEN = re.compile(r"(?P<end>first|last) (?P<number>\d+(?P<part>\.\d+)?)(?P<shar
 
 def steps_without_fp8(when: str, steps: int) -> range:
     """The steps of a key of `fp8.schedule` in a run of `steps` steps; the first is 1."""
-    found = _WHEN.fullmatch(when)
-    assert found is not None  # checked when the key was read
-    number = float(found["number"])
-    count = min(steps, round(steps * number / 100) if found["share"] else int(number))
-    return range(1, count + 1) if found["end"] == "first" else range(steps - count + 1, steps + 1)
+    match = _WHEN.fullmatch(when)
+    assert match is not None  # checked when the key was read
+    number = float(match["number"])
+    count = min(steps, round(steps * number / 100) if match["share"] else int(number))
+    return range(1, count + 1) if match["end"] == "first" else range(steps - count + 1, steps + 1)
 
 
 class Fp8Config(Section):
@@ -87,8 +87,8 @@ class Fp8Config(Section):
         if not isinstance(schedule, dict):
             return schedule
         for when in schedule:
-            if (found := _WHEN.fullmatch(str(when))) is None or not 0 < float(found["number"]) <= (
-                100 if found["share"] else 2**31
+            if (match := _WHEN.fullmatch(str(when))) is None or not 0 < float(match["number"]) <= (
+                100 if match["share"] else 2**31
             ):
                 raise ValueError(f'{when!r} is not a range of steps: write "first 100", "last 50" or "last 10%"')
         return {when: [patterns] if isinstance(patterns, str) else patterns for when, patterns in schedule.items()}

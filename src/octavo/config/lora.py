@@ -60,10 +60,10 @@ class LoRA:
         base: Literal["params_dtype", "fp8"] = "params_dtype",
     ) -> None:
         load = None if load is None else str(local_path(load, "lora.load"))
-        given = {"rank": rank, "alpha": alpha, "targets": targets, "rslora": rslora, "save_whole": save_whole}
-        of_folder = peft_settings(load).taken if load is not None and None in given.values() else {}
+        arguments = {"rank": rank, "alpha": alpha, "targets": targets, "rslora": rslora, "save_whole": save_whole}
+        of_folder = peft_settings(load).taken if load is not None and None in arguments.values() else {}
         values = _DEFAULTS | {key: tuple(value) if isinstance(value, list) else value for key, value in of_folder.items()}
-        values |= {key: value for key, value in given.items() if value is not None}
+        values |= {key: value for key, value in arguments.items() if value is not None}
         for key, value in {**values, "dropout": dropout, "load": load, "base": base}.items():
             object.__setattr__(self, key, value)  # the dataclass is frozen
         self._check()
@@ -75,12 +75,12 @@ class LoRA:
             raise InputError(f"lora.alpha = {self.alpha!r}: give a finite number above 0, such as {2 * self.rank}.")
         if not _is_number(self.dropout) or not 0 <= self.dropout < 1:
             raise InputError(f"lora.dropout = {self.dropout!r}: give a number from 0 and below 1, such as 0.05.")
-        for name, given in (("targets", self.targets), ("save_whole", self.save_whole)):
-            if name == "targets" and given == ALL_LINEAR:
+        for name, patterns in (("targets", self.targets), ("save_whole", self.save_whole)):
+            if name == "targets" and patterns == ALL_LINEAR:
                 continue
-            if isinstance(given, str) or not all(isinstance(one, str) and one for one in given):
+            if isinstance(patterns, str) or not all(isinstance(one, str) and one for one in patterns):
                 shown = f'"{ALL_LINEAR}" or a list' if name == "targets" else "a list"
-                raise InputError(f'lora.{name} = {given!r}: give {shown} of patterns, such as ["q_proj", "v_proj"].')
+                raise InputError(f'lora.{name} = {patterns!r}: give {shown} of patterns, such as ["q_proj", "v_proj"].')
         if self.base not in ("params_dtype", "fp8"):
             raise unknown("base", str(self.base), ("params_dtype", "fp8"), key="lora.base")
         if not self.targets:

@@ -157,7 +157,7 @@ def _of_parameters(path: Path, config: Mapping[str, Any]) -> list[str]:
             "and up of experts. Use the model's original code: "
             "octavo.transform(PeftModel.from_pretrained(model, folder))."
         )
-    found: list[str] = []
+    names: list[str] = []
     for one in sorted(parameters):
         container, _, leaf = one.removesuffix(".weight").rpartition(".")
         if leaf not in ("gate_up_proj", "down_proj", "gate"):
@@ -167,8 +167,8 @@ def _of_parameters(path: Path, config: Mapping[str, Any]) -> list[str]:
             )
         container = container or ("mlp" if leaf == "gate" else "experts")
         halves = (GATES[0], UPS[0]) if fused and leaf == "gate_up_proj" else (leaf,)
-        found += [f"{container}.{half}" for half in halves]
-    return found
+        names += [f"{container}.{half}" for half in halves]
+    return names
 
 
 def _config(path: Path) -> dict[str, Any]:

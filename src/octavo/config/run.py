@@ -139,16 +139,16 @@ class RunConfig(Section):
         if isinstance(train, dict):
             train.setdefault("output", f"runs/{path.stem}")
         config = cls.from_dict(values, where=str(path), context={"idle": "allowed"})
-        given = {".".join(part.strip() for part in override.partition("=")[0].split(".")[:2]) for override in overrides}
-        given |= {f"{section}.{key}" for section, keys in (sections or {}).items() for key in keys}
+        set_keys = {".".join(part.strip() for part in override.partition("=")[0].split(".")[:2]) for override in overrides}
+        set_keys |= {f"{section}.{key}" for section, keys in (sections or {}).items() for key in keys}
         recorded_by_run = recorded or (path.parent / "environment.json").is_file()
         moved = None
-        of_run = path.name == "run.toml" and "train.output" not in given and (path.parent / "environment.json").is_file()
+        of_run = path.name == "run.toml" and "train.output" not in set_keys and (path.parent / "environment.json").is_file()
         if of_run and config.output.resolve() != path.parent.resolve():  # the run's folder was moved or copied
             moved = str(config.output)
             config = config.model_copy(update={"train": config.train.model_copy(update={"output": str(path.parent)})})
         idle = idle_keys(config)
-        ineffective = [each for each in idle if each.key in given or not (recorded_by_run or given.intersection(each.by))]
+        ineffective = [each for each in idle if each.key in set_keys or not (recorded_by_run or set_keys.intersection(each.by))]
         if ineffective:
             raise InputError(f"{path}: {_refusal(config, ineffective)}")
         settled_config = settled(config, idle)
@@ -207,21 +207,21 @@ class RunConfig(Section):
                 f"{self.key_of_length(extended[-1] + 1)} or more."
             )
         changed = {"steps": steps, "tokens": None, "epochs": None}
-        found = self.model_copy(update={"train": self.train.model_copy(update=changed)})
-        found._given = self._given or _given_length(self.train)
-        return found
+        changed_config = self.model_copy(update={"train": self.train.model_copy(update=changed)})
+        changed_config._given = self._given or _given_length(self.train)
+        return changed_config
 
     def length(self, steps: int) -> str:
         """The length of a run of `steps` steps in its file's unit, for messages: "train.tokens = 1000 (8 steps)"."""
-        given = self._given or _given_length(self.train)
-        return f"{given} ({steps} steps)" if given else f"train.steps = {steps}"
+        stated = self._given or _given_length(self.train)
+        return f"{stated} ({steps} steps)" if stated else f"train.steps = {steps}"
 
     def key_of_length(self, steps: int) -> str:
         """The key and value for a length of `steps` steps; `train.steps` instead of `train.epochs`."""
-        given = self._given or _given_length(self.train)
-        if given.startswith("train.tokens"):
+        stated = self._given or _given_length(self.train)
+        if stated.startswith("train.tokens"):
             return f"train.tokens = {steps * self.train.global_batch * self.data.sequence_length}"
-        return f"train.steps = {steps}" + (" in place of train.epochs" if given else "")
+        return f"train.steps = {steps}" + (" in place of train.epochs" if stated else "")
 
     @property
     def output(self) -> Path:

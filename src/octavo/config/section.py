@@ -77,14 +77,14 @@ def _explain(cls: type[BaseModel], error: ValidationError) -> str:
 
 def _distinct(cls: type[BaseModel], error: ValidationError) -> list[Any]:
     """One fault per key: pydantic reports one for each member of a union."""
-    found: dict[tuple[str, ...], Any] = {}
+    by_key: dict[tuple[str, ...], Any] = {}
     for fault in error.errors(include_url=False):
         if not keys_of(cls):  # plain keys: the rest of the path is a member of a union
             fault["loc"] = fault["loc"][:1]
-        first = found.setdefault(tuple(str(part) for part in fault["loc"][:2]), fault)
+        first = by_key.setdefault(tuple(str(part) for part in fault["loc"][:2]), fault)
         if fault["msg"] not in first["msg"]:
             first["msg"] += f", or {fault['msg'][0].lower()}{fault['msg'][1:]}"
-    return list(found.values())
+    return list(by_key.values())
 
 
 def _explain_one(cls: type[BaseModel], loc: tuple[int | str, ...], kind: str, message: str, value: object, limits: Any) -> str:
@@ -116,12 +116,12 @@ def _explain_unknown(cls: type[BaseModel], name: str, value: object) -> str:
         return f"unknown key {name}.{hint(name, known)} Known: {', '.join(_fields(cls.model_fields[first].annotation))}"
     guess = nearest(name.lower(), cls.model_fields)
     if not isinstance(value, dict):
-        found = hint(name, known)
-        return f"unknown key {name} outside of all sections.{found} Sections: {', '.join(cls.model_fields)}"
+        suggestion = hint(name, known)
+        return f"unknown key {name} outside of all sections.{suggestion} Sections: {', '.join(cls.model_fields)}"
     inner = next(filter(None, (hint(f"{name}.{each}", known) for each in value)), "")
     misspelt = guess and (not inner or any(f"{guess}.{each}" in known for each in value))
-    found = f" Did you mean {guess}?" if misspelt else inner
-    return f"unknown section {name}.{found} Known: {', '.join(cls.model_fields)}"
+    suggestion = f" Did you mean {guess}?" if misspelt else inner
+    return f"unknown section {name}.{suggestion} Known: {', '.join(cls.model_fields)}"
 
 
 def _remedy(kind: str, value: object) -> str:

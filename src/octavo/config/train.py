@@ -142,8 +142,8 @@ class TrainConfig(Section):
     @field_validator("eval")
     @classmethod
     def _check_eval(cls, value: str | list[str]) -> str | list[str]:
-        given = [value] if isinstance(value, str) else value
-        for each in given:
+        functions = [value] if isinstance(value, str) else value
+        for each in functions:
             if each.startswith(LM_EVAL):
                 if not each.removeprefix(LM_EVAL).strip():
                     raise ValueError(f'{each!r} names no task: write one such as "lm-eval:arc_easy"')
@@ -151,7 +151,7 @@ class TrainConfig(Section):
             file, _, function = each.rpartition(":")
             if not file.endswith(".py") or not function.isidentifier():
                 raise ValueError(f'{each!r} is neither a function nor a task: write "FILE.py:FUNCTION", or "lm-eval:TASK"')
-        if twice := next((each for each in given if given.count(each) > 1), None):
+        if twice := next((each for each in functions if functions.count(each) > 1), None):
             raise ValueError(f"{twice!r} is listed twice: remove one")
         return value
 

@@ -58,9 +58,9 @@ def build(config: DataConfig, corpus: Corpus, folder: Path, console: Console) ->
             parts.append(_validation_part(config, corpus, validation, progress, examples))
             _check_alike(documents, validation)
             _check_apart(parts, partial(console.print, **NOTICE))
-        _check_effect(config, found := corpus.form.format or "text")
+        _check_effect(config, kind := corpus.form.format or "text")
         if config.packing is None:
-            config = config.model_copy(update={"packing": "join" if found == "text" else "documents"})
+            config = config.model_copy(update={"packing": "join" if kind == "text" else "documents"})
         for notice in (*corpus.notices, *examples.notices):
             if notice not in said:  # about a data set, whose splits are known only now
                 console.print(notice, **NOTICE)
@@ -121,14 +121,14 @@ def split(documents: DocumentNumbers, config: DataConfig) -> tuple[DocumentNumbe
     return documents[~mask], documents[mask]
 
 
-def _check_effect(config: DataConfig, found: Format) -> None:
+def _check_effect(config: DataConfig, kind: Format) -> None:
     """Refuse keys without effect for the format that the columns have shown."""
     of_templates = ("chat_template", "chat_template_variables")
-    keys = {"text": (*of_templates, "train_on", "faulty_rows"), "prompt": of_templates, "chat": ()}[found]
+    keys = {"text": (*of_templates, "train_on", "faulty_rows"), "prompt": of_templates, "chat": ()}[kind]
     for key in keys:
         value = getattr(config, key)
         if value != DataConfig.model_fields[key].get_default(call_default_factory=True):
-            held = "text or token ids" if found == "text" else "prompts and completions"
+            held = "text or token ids" if kind == "text" else "prompts and completions"
             raise InputError(f"data.{key} = {value!r} has no effect: data.source holds {held}. Remove data.{key}.")
 
 
@@ -164,7 +164,7 @@ def _parts(
     shares = Mixture(config.weights or [1])
     counts, limits = (None if n is None else shares.counts(n) for n in (config.max_documents, config.max_tokens))
     needed: tuple[Split, ...] = ("train", "validation") if config.held_out else ("train",)
-    found = []
+    parts = []
     for number, (name, source) in enumerate(read):
         limit = None if limits is None else limits[number]
         if counts is not None and counts[number] == 0:
@@ -187,9 +187,9 @@ def _parts(
                 f"{name} has one conversation or completion, which cannot be split: set data.validation_fraction = 0, or set a "
                 "data.validation_source."
             )
-        found.append(Part(name, documents, train, validation, needed, limit))
+        parts.append(Part(name, documents, train, validation, needed, limit))
     documents.seal()
-    return found
+    return parts
 
 
 def _holds_nothing(name: str, key: str, examples: ExampleEncoder) -> InputError:
@@ -206,11 +206,11 @@ def _validation_part(
     name = f"data.validation_source = {config.validation_source!r}"
     read = (document for source in corpus.validation for document in source.documents())
     tracked = progress.track(examples(read), total=None, description="reading validation documents")
-    found = collect(documents, tracked, count=None, seed=config.seed, max_bytes=None)
-    if not len(found):
+    collected = collect(documents, tracked, count=None, seed=config.seed, max_bytes=None)
+    if not len(collected):
         raise _holds_nothing(name, "data.validation_source", examples)
     documents.seal()
-    return Part(name, documents, found[:0], found, ("validation",))
+    return Part(name, documents, collected[:0], collected, ("validation",))
 
 
 def _check_alike(documents: DocumentStore, validation: DocumentStore) -> None:
@@ -261,15 +261,15 @@ def _encoder(config: DataConfig, named: Encoder | None, parts: Sequence[Part], p
 
 def _excerpts(parts: Sequence[Part], seed: int) -> list[str]:
     """The beginnings of random pieces of all parts; empty for token ids."""
-    found: list[str] = []
+    excerpts: list[str] = []
     for part in parts:
         if part.documents.tokenised:
             continue
         splits = [documents for documents in (part.train, part.validation) if documents is not None]
         generator = rng.generator(seed, rng.TOKENIZER)
         pieces = part.documents.pieces(np.sort(_some(np.concatenate(splits), generator)))
-        found += [text[:_EXCERPT] for text in part.documents.text_pieces(_some(pieces, generator))]
-    return found
+        excerpts += [text[:_EXCERPT] for text in part.documents.text_pieces(_some(pieces, generator))]
+    return excerpts
 
 
 def _some(rows: npt.NDArray[np.int64], generator: np.random.Generator) -> npt.NDArray[np.int64]:

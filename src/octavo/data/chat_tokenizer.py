@@ -52,17 +52,17 @@ class ChatTokenizer:
     @cached_property
     def added(self) -> dict[str, bool]:
         """The added tokens, which the tokenizer matches first; True for special ones."""
-        found = {token.content: token.special for token in self.tokenizer.added_tokens_decoder.values()}
-        return found | dict.fromkeys(self.tokenizer.all_special_tokens, True)
+        added = {token.content: token.special for token in self.tokenizer.added_tokens_decoder.values()}
+        return added | dict.fromkeys(self.tokenizer.all_special_tokens, True)
 
     @cached_property
     def _special(self) -> dict[str, list[str]]:
         """Names of special tokens by first character. One of a single character is left out: a text may contain it."""
-        found: dict[str, list[str]] = {}
+        by_first: dict[str, list[str]] = {}
         for name, special in sorted(self.added.items()):
             if special and len(name) > 1 and name.strip():
-                found.setdefault(name[0], []).append(name)
-        return found
+                by_first.setdefault(name[0], []).append(name)
+        return by_first
 
     def check_texts(self, texts: Iterable[str]) -> None:
         """Refuse texts with names of special tokens, or without a UTF-8 form."""

@@ -89,9 +89,9 @@ class ExampleEncoder:
     @property
     def notices(self) -> list[str]:
         """Notices about the template."""
-        found = []
+        notices = []
         if "strftime_now" in (self.template_used or "") and "date_string" not in self._config.chat_template_variables:
-            found.append(
+            notices.append(
                 "the chat template can write today's date into each conversation: data prepared on another day will differ. "
                 'Set it, for templates that read it so: data.chat_template_variables = { date_string = "01 Jan 2026" }.'
             )
@@ -100,11 +100,11 @@ class ExampleEncoder:
             way = "a server must stop there too, so set it as eos_token_id in generation_config.json"
             if all(self._tokenizer.added[each] for each in self._turns.ends):
                 way = "the run's generation_config.json has both, and a server must stop at both"
-            found.append(
+            notices.append(
                 f"turns end in {' or '.join(map(repr, sorted(self._turns.ends)))}, and the end token of data.tokenizer is "
                 f"{end!r}: {way}."
             )
-        return found
+        return notices
 
     @property
     def turn_ends(self) -> list[int]:

@@ -254,13 +254,13 @@ class ShiftedLabels:
         Raises:
             InputError: in this row and most rows before it, the labels differ from the tokens and equal the next tokens.
         """
-        found = None if labels is None else shifted_targets(labels, ids.astype(np.int64))
-        if found is None:
+        targets = None if labels is None else shifted_targets(labels, ids.astype(np.int64))
+        if targets is None:
             return
-        if not found:
+        if not targets:
             self._others += 1
             return
-        self._targets += found
+        self._targets += targets
         self._rows += 1
         if self._targets >= _EVIDENCE and self._rows > self._others:
             raise _shifted(f"{origin}: 'labels' of this row, and of earlier rows,")
@@ -312,9 +312,9 @@ def _whole_numbers(value: object, name: str, origin: str) -> Int64:
     return numbers.astype(np.int64)
 
 
-def _check_length(name: str, found: int, tokens: int, origin: str) -> None:
-    if found != tokens:
-        raise InputError(f"{origin}: {name!r} has {found:,} entries, but 'input_ids' {tokens:,}: give one per token.")
+def _check_length(name: str, length: int, tokens: int, origin: str) -> None:
+    if length != tokens:
+        raise InputError(f"{origin}: {name!r} has {length:,} entries, but 'input_ids' {tokens:,}: give one per token.")
 
 
 def _array(value: object) -> _Array:

@@ -87,14 +87,14 @@ def _messages(value: object, column: str) -> tuple[list[Message], list[bool]]:
         raise _Fault("no messages", f"{column!r} is not a list of messages: {_shortened(value)}")
     if not value:
         raise _Fault("no messages", f"{column!r} is an empty list")
-    found = [_message(each, number, column) for number, each in enumerate(value, start=1)]
-    return [message for message, _ in found], [asked for _, asked in found]
+    messages = [_message(each, number, column) for number, each in enumerate(value, start=1)]
+    return [message for message, _ in messages], [asked for _, asked in messages]
 
 
-def _message(given: Mapping[str, Any], number: int, column: str) -> tuple[Message, bool]:
+def _message(entry: Mapping[str, Any], number: int, column: str) -> tuple[Message, bool]:
     """A message, and True if it is trained."""
     where = f"message {number} of {column!r}"
-    values = _without_none(given)  # in a table each row has all keys
+    values = _without_none(entry)  # in a table each row has all keys
     asked = True
     for key in _ASKED:
         if key in values:
@@ -197,13 +197,13 @@ def _tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
         return None
     if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
         raise _Fault("tools", f"'tools' is not a list of JSON schemas: {_shortened(tools)}")
-    found = []
+    schemas = []
     for tool in map(_without_none, tools):
         function = tool.get("function", tool if "name" in tool else None)
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise _Fault("tools", f"'tools' has an entry without a function name: {_shortened(tool)}")
-        found.append(tool if "function" in tool else {"type": "function", "function": tool})
-    return found
+        schemas.append(tool if "function" in tool else {"type": "function", "function": tool})
+    return schemas
 
 
 def _variables(row: Mapping[str, Any]) -> dict[str, Any]:

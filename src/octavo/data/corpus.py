@@ -273,8 +273,8 @@ def _folder(path: Path, config: DataConfig, form: Form, key: str) -> Source:
         return Source(lambda: files, read, split=split, in_parts=True, notices=notices)
     known = [file for file in files if readers.reader_of(file)]
     if not known:
-        found = some(sorted({file.suffix or file.name for file in files}))
-        raise InputError(f"{name} holds no file of a known kind, only {found}. Known: {readers.KNOWN}.")
+        kinds = some(sorted({file.suffix or file.name for file in files}))
+        raise InputError(f"{name} holds no file of a known kind, only {kinds}. Known: {readers.KNOWN}.")
     chosen = known
     if config.split is not None:
         chosen = folders.of_split(known, path, config.split)
@@ -307,7 +307,7 @@ def _no_match(name: str, pattern: Path, key: str) -> InputError:
         suffixes = sorted({entry.name[entry.name.rindex(kind_of(entry.name)) :] for entry in found_files})
         holds = f"holds {', '.join(suffixes)} files" if suffixes else f"holds no file of a known kind ({readers.KNOWN})"
         hint = f" Did you mean {str(fixed / '**' / f'*{suffixes[0]}')!r}?" if suffixes else ""
-        found = f"; {str(fixed)!r} {holds}.{hint}"
+        detail = f"; {str(fixed)!r} {holds}.{hint}"
     else:
-        found = f".{_similar(fixed)}"
-    return InputError(f"{key} = {name!r}: the pattern matches no file{found} Change {key}.")
+        detail = f".{_similar(fixed)}"
+    return InputError(f"{key} = {name!r}: the pattern matches no file{detail} Change {key}.")

@@ -90,12 +90,12 @@ class DocumentStore:
         whole = np.stack([offsets[numbers], offsets[numbers + 1]], axis=1)
         if (whole[:, 1] - whole[:, 0] <= PIECE).all():
             return whole
-        found = array("q")
+        ranges = array("q")
         for start, end in whole.tolist():
             for cut in piece_ends(self._map, start, end):
-                found.extend((start, cut))
+                ranges.extend((start, cut))
                 start = cut
-        return np.asarray(found, np.int64).reshape(-1, 2)
+        return np.asarray(ranges, np.int64).reshape(-1, 2)
 
     def texts(self, numbers: DocumentNumbers) -> Iterator[str]:
         """The texts of these documents."""
@@ -117,8 +117,8 @@ class DocumentStore:
         """A hash of the text or the token ids of each of these documents."""
         both = zip(numbers.tolist(), self._payloads(numbers), strict=True)
         contents = (payload[: self._end_of_ids(number, payload)] for number, payload in both)
-        found = (int.from_bytes(hashlib.blake2b(content, digest_size=8).digest()) for content in contents)
-        return np.fromiter(found, np.uint64, len(numbers))
+        hashes = (int.from_bytes(hashlib.blake2b(content, digest_size=8).digest()) for content in contents)
+        return np.fromiter(hashes, np.uint64, len(numbers))
 
     def _end_of_ids(self, number: int, payload: bytes) -> int:
         """End of a document's ids in its payload: a token takes 4 bytes, its label 8 more."""

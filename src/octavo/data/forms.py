@@ -60,9 +60,9 @@ class Form:
         missing = [name for name in needed if name not in names]
         if missing or not needed:
             of = " or ".join(map(repr, MESSAGES)) if form == "chat" else " and ".join(map(repr, missing))
-            found = ", ".join(map(repr, names)) or "nothing"
+            listed = ", ".join(map(repr, names)) or "nothing"
             raise InputError(
-                f"{where}: there is no {of} for data.format = {form!r}, only {found}. Rename the column"
+                f"{where}: there is no {of} for data.format = {form!r}, only {listed}. Rename the column"
                 f"{', name it in data.text_field,' if form == 'chat' else ''} or change data.format."
             )
         return needed[0]
@@ -125,8 +125,8 @@ class Form:
         hint = f" Did you mean {guess!r}?" if guess else ""
         if all(name in names for name in _EXCLUSIVE):
             hint = " For answers to instructions name the columns 'prompt' and 'completion'."
-        found = ", ".join(map(repr, names)) or "nothing"
-        return InputError(f"{where}: there is no {self.text_field!r}, only {found}.{hint} Change data.text_field.")
+        listed = ", ".join(map(repr, names)) or "nothing"
+        return InputError(f"{where}: there is no {self.text_field!r}, only {listed}.{hint} Change data.text_field.")
 
     def _messages(self, names: Collection[str], where: str) -> tuple[str, ...]:
         """The column of the messages, if any."""
@@ -134,21 +134,21 @@ class Form:
             return (self.text_field,)
         if self._is_named and self.format == "chat":
             raise self._absent(names, where)
-        found = tuple(name for name in MESSAGES if name in names)
-        if len(found) > 1:
-            raise InputError(f"{where} has both {' and '.join(map(repr, found))}. Set data.text_field to one of them.")
-        return found
+        present = tuple(name for name in MESSAGES if name in names)
+        if len(present) > 1:
+            raise InputError(f"{where} has both {' and '.join(map(repr, present))}. Set data.text_field to one of them.")
+        return present
 
     def _kinds(self, names: Collection[str]) -> dict[Format, str]:
         """Format → its columns among these names."""
-        found: dict[Format, str] = {}
+        kinds: dict[Format, str] = {}
         if messages := [name for name in MESSAGES if name in names]:
-            found["chat"] = repr(messages[0])
+            kinds["chat"] = repr(messages[0])
         if all(name in names for name in _PROMPT):
-            found["prompt"] = " and ".join(map(repr, _PROMPT))
+            kinds["prompt"] = " and ".join(map(repr, _PROMPT))
         if (column := columns.column_of(names, self.text_field)) is not None and column not in MESSAGES:
-            found["text"] = repr(column)
-        return found
+            kinds["text"] = repr(column)
+        return kinds
 
     def _settle(self, names: Collection[str], where: str) -> Format:
         """The configured format, or the columns' format."""
@@ -168,18 +168,18 @@ class Form:
                 f"{where} has {_SAID[name]} ({kinds[name]}) and preference pairs ('chosen' and 'rejected'), for which Octavo "
                 f'has no loss. Set data.format = "{name}" to train on {kinds[name]} only.'
             )
-        found: Format = next(iter(kinds), "text")
+        kind: Format = next(iter(kinds), "text")
         if self.format is None:
-            self.format = found
-            if found != "text":
+            self.format = kind
+            if kind != "text":
                 self.notice = (
-                    f"{where.split(', ')[0]}: {_SAID[found]}, by the column{'s' if found == 'prompt' else ''} {kinds[found]} "
-                    f'(data.format = "{found}").'
+                    f"{where.split(', ')[0]}: {_SAID[kind]}, by the column{'s' if kind == 'prompt' else ''} {kinds[kind]} "
+                    f'(data.format = "{kind}").'
                 )
-        elif kinds and found != self.format:
+        elif kinds and kind != self.format:
             first = self.notice or "The rows before it are text or token ids."
-            by = f"by the column{'s' if found == 'prompt' else ''} {kinds[found]}"
-            raise InputError(f"{where} has {_SAID[found]}, {by}. {first} Use one form in all sources.")
+            by = f"by the column{'s' if kind == 'prompt' else ''} {kinds[kind]}"
+            raise InputError(f"{where} has {_SAID[kind]}, {by}. {first} Use one form in all sources.")
         self._known.add(tuple(names))
         return self.format
 

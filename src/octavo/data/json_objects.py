@@ -28,15 +28,15 @@ class Repeating(dict[str, Any]):
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    result = dict(pairs)
+    if len(result) < len(pairs):
         raise RepeatedKey(Repeating(pairs).repeated[0])
-    return found
+    return result
 
 
 def _any_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    return found if len(found) == len(pairs) else Repeating(pairs)
+    result = dict(pairs)
+    return result if len(result) == len(pairs) else Repeating(pairs)
 
 
 _JSON = json.JSONDecoder(object_pairs_hook=_object)  # json.loads would create a decoder per call

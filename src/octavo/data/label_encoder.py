@@ -83,12 +83,12 @@ class LabelEncoder:
             self._tried = True
             self._try(written, encoded, [place for place in places if place[0] in list(written)[:_TRIED]])
         befores = self._befores(written, encoded, places, self._tokenizer.anchors if self._use_anchors else frozenset())
-        found: dict[int, tuple[list[int], list[Span], dict[int, _Before]]] = {
+        by_number: dict[int, tuple[list[int], list[Span], dict[int, _Before]]] = {
             number: (ids, offsets, {}) for number, (ids, offsets) in encoded.items()
         }
         for (number, at), before in zip(places, befores, strict=True):
-            found[number][2][at] = before
-        return found
+            by_number[number][2][at] = before
+        return by_number
 
     def _try(
         self,

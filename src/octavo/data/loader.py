@@ -135,9 +135,9 @@ class BatchLoader:
         largest = max(int(batch.input_ids.max()), int(batch.labels.max()))
         least = int(batch.labels.where(batch.labels != IGNORED, 0).min())
         if largest > known or least < 0:
-            found = f"the token id {largest}" if largest > known else f"the label {least}"
+            fault = f"the token id {largest}" if largest > known else f"the label {least}"
             raise OctavoError(
-                f"the {self._split} split has {found}, but {known} was the largest when it was prepared: "
+                f"the {self._split} split has {fault}, but {known} was the largest when it was prepared: "
                 f"{str(self._prepared.folder)!r} has changed. Remove that folder; `octavo prepare` recreates it."
             )
         return batch
@@ -157,7 +157,7 @@ def balanced(indices: Sequence[int], work: Sequence[int], ranks: int, micro_batc
         [ranks][micro-batches][micro_batch] sequences.
     """
     decreasing = sorted(range(len(indices)), key=lambda at: -work[at])  # stable: the same on every rank
-    found: list[list[list[int]]] = [[] for _ in range(ranks)]
+    of_ranks: list[list[list[int]]] = [[] for _ in range(ranks)]
     for first in range(0, len(indices), ranks * micro_batch):
         loads, rows = [0] * ranks, [[] for _ in range(ranks)]  # type: list[int], list[list[int]]
         for at in decreasing[first : first + ranks * micro_batch]:
@@ -165,8 +165,8 @@ def balanced(indices: Sequence[int], work: Sequence[int], ranks: int, micro_batc
             rows[rank].append(indices[at])
             loads[rank] += work[at]
         for rank in range(ranks):
-            found[rank].append(rows[rank])
-    return found
+            of_ranks[rank].append(rows[rank])
+    return of_ranks
 
 
 class Passes(NamedTuple):

@@ -175,10 +175,10 @@ def fingerprint(files: dict[str, PreparedFile], tokenizer_sha256: str | None, pa
 def read(folder: Path, config: DataConfig) -> Manifest | None:
     """The manifest of a folder; None without one for this section in this version's format."""
     try:
-        found = Manifest.model_validate_json((folder / FILE).read_bytes())
+        stored = Manifest.model_validate_json((folder / FILE).read_bytes())
     except (OSError, ValidationError):
         return None
-    return found if found.key == key(config) else None
+    return stored if stored.key == key(config) else None
 
 
 def damage(folder: Path, manifest: Manifest, *, contents: bool = False) -> str | None:

@@ -74,16 +74,16 @@ class Mixture:
 
     def counts(self, samples: int) -> list[int]:
         """The number of samples from each source among the first `samples`; their sum is `samples`."""
-        found = [0] * self._sources
+        counts = [0] * self._sources
         open_nodes = [(self._root, samples)]
         while open_nodes:
             node, count = open_nodes.pop()
             if node.halves is None:
-                found[node.source] = count
+                counts[node.source] = count
             else:
                 first = node.first_half(count)
                 open_nodes += [(node.halves[0], first), (node.halves[1], count - first)]
-        return found
+        return counts
 
 
 class SampleOrder:

@@ -93,15 +93,15 @@ class Packing:
 
 def _targets_before(labels: npt.NDArray[Any], positions: Int64) -> Int64:
     """The number of targets before each position, which may be the end; labels are read in parts."""
-    found = np.zeros(len(positions), np.int64)
+    targets = np.zeros(len(positions), np.int64)
     order = np.argsort(positions, kind="stable")
     at, total = 0, 0
     for start in range(0, len(labels) + 1, _LABELS_AT_ONCE):
         sums = np.concatenate([[0], np.cumsum(labels[start : start + _LABELS_AT_ONCE] != IGNORED)])
         end = at + int(np.searchsorted(positions[order[at:]], start + _LABELS_AT_ONCE))
-        found[order[at:end]] = total + sums[positions[order[at:end]] - start]
+        targets[order[at:end]] = total + sums[positions[order[at:end]] - start]
         at, total = end, total + int(sums[-1])
-    return found
+    return targets
 
 
 def join(tokens: int, sequence_length: int) -> Packing:

@@ -63,7 +63,7 @@ def _cut(text: str, limit: int, encode_batch: Callable[[list[str]], list[list[in
     # Candidates are the last ends of words, then the last characters. The next piece may begin after a space, for a tokenizer
     # that adds one before each text.
     first = limit - PIECE // 2
-    ends = [first + found.start() for found in _WORD_END.finditer(text[first:limit])][-_TRIED:]
+    ends = [first + match.start() for match in _WORD_END.finditer(text[first:limit])][-_TRIED:]
     for end in (*reversed(ends), *range(limit, max(limit - _TRIED, first), -1)):
         before = text[max(end - _CONTEXT, 0) : end]
         for following in (end, end + 1) if text[end] == " " else (end,):

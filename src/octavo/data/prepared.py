@@ -110,19 +110,19 @@ def prepare(
     for notice in corpus.notices:
         console.print(notice, **NOTICE)
     target = folder_of(config)
-    found = _current(config, corpus, target, on_change, console)
-    if found is not None:
-        if found.manifest.examples is not None:
+    current = _current(config, corpus, target, on_change, console)
+    if current is not None:
+        if current.manifest.examples is not None:
             check_packing(config)
-        return found
+        return current
     with path_of("data.folder", config.folder):
         created = [folder for folder in target.parents if not folder.exists()]
     work = target.parent / ".preparing" / target.name
     try:
         with FolderLock(work, wait_seconds=_WAIT_SECONDS):
             try:
-                found = _current(config, corpus, target, on_change, Console(quiet=True))
-                return found or _build_folder(config, corpus, target, work / "partial", console)
+                current = _current(config, corpus, target, on_change, Console(quiet=True))
+                return current or _build_folder(config, corpus, target, work / "partial", console)
             finally:
                 shutil.rmtree(work, ignore_errors=True)
     except OSError as error:
@@ -149,38 +149,38 @@ def prepare_all(
             no tokenizer.
     """
     prepared = prepare(config, on_change=on_change, console=console)
-    found = {}
+    sets = {}
     for name in config.validation:
         key = f"data.validation.{name}"
         folder = prepared.tokenizer_folder
         config_of_set = config.of_set(name, None if folder is None else str(folder))
         with naming_set(name):
-            found[name] = prepare(config_of_set, console=console)
-        if folder is None and found[name].tokenizer_folder is not None:
+            sets[name] = prepare(config_of_set, console=console)
+        if folder is None and sets[name].tokenizer_folder is not None:
             raise InputError(
                 f"{key} is text, but data.source holds token ids without a tokenizer: give token ids of the same tokenizer, or "
                 "name it as data.tokenizer."
             )
-        same, held = (documents_in(found[name], prepared, split) if compare else 0 for split in SPLITS)
-        if same and same + held >= found[name].manifest.splits["train"].documents:
+        same, held = (documents_in(sets[name], prepared, split) if compare else 0 for split in SPLITS)
+        if same and same + held >= sets[name].manifest.splits["train"].documents:
             raise InputError(
                 f"{key}: all of its documents ({same + held:,}) are also in data.source, so the model would be trained on its "
                 f"validation text. Use other text in one of the two."
             )
         if same and console is not None:
-            total = found[name].manifest.splits["train"].documents
+            total = sets[name].manifest.splits["train"].documents
             console.print(f"{key}: {same:,} of its {total:,} documents are also in the training data (data.source).", **NOTICE)
-    return replace(prepared, sets=found)
+    return replace(prepared, sets=sets)
 
 
 _HEAD = 16  # leading tokens that are compared first
 _ROWS = 1 << 20  # documents whose first tokens are read at a time
 
 
-def documents_in(found: PreparedData, corpus: PreparedData, split: Split) -> int:
+def documents_in(text: PreparedData, corpus: PreparedData, split: Split) -> int:
     """Documents of a prepared text that also occur in a split of the corpus, token by token."""
     wanted: dict[tuple[int, bytes], list[bytes]] = {}
-    tokens, offsets = found.tokens("train"), found.offsets("train").astype(np.int64)
+    tokens, offsets = text.tokens("train"), text.offsets("train").astype(np.int64)
     digests = []
     for start, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
         ids = np.asarray(tokens[start:end], np.uint32)
@@ -207,10 +207,10 @@ def with_packing(config: DataConfig, prepared: PreparedData | None, corpus: Corp
     """
     if config.packing is not None:
         return config
-    found = corpus.form.format if corpus is not None else None
-    if prepared is None and found is None:
+    kind = corpus.form.format if corpus is not None else None
+    if prepared is None and kind is None:
         return config
-    packing = prepared.packing(config) if prepared is not None else "join" if found == "text" else "documents"
+    packing = prepared.packing(config) if prepared is not None else "join" if kind == "text" else "documents"
     if packing == "join" and config.overlong is not None:
         raise InputError(
             f'data.overlong = "{config.overlong}" has no effect: data.source holds text, which is joined. Remove it, or set '
@@ -222,8 +222,8 @@ def with_packing(config: DataConfig, prepared: PreparedData | None, corpus: Corp
 def prepared_or_none(config: DataConfig) -> PreparedData | None:
     """The prepared data if it is complete. Checks the folder's files but not the sources; writes nothing."""
     target = folder_of(config)
-    found = manifest.read(target, config)
-    return None if found is None or manifest.damage(target, found) else PreparedData(target, found)
+    stored = manifest.read(target, config)
+    return None if stored is None or manifest.damage(target, stored) else PreparedData(target, stored)
 
 
 def folder_of(config: DataConfig) -> Path:
@@ -258,24 +258,24 @@ def _current(
     config: DataConfig, corpus: Corpus, target: Path, on_change: Literal["rebuild", "error"], console: Console
 ) -> PreparedData | None:
     """The data at `target` if it is valid; otherwise None, with the reason on the console."""
-    found = manifest.read(target, config)
-    if found is None:
+    stored = manifest.read(target, config)
+    if stored is None:
         return None
-    change, sources = manifest.changes(found, manifest.source_files(config, corpus.files))
+    change, sources = manifest.changes(stored, manifest.source_files(config, corpus.files))
     if change is not None and on_change == "error":
         raise InputError(
             f"the data has changed since this run began: {change}. Restore it to resume, or start a new run (another "
             "train.output) on the changed data."
         )
-    fault = change or manifest.damage(target, found, contents=True)
+    fault = change or manifest.damage(target, stored, contents=True)
     if fault is not None:
         console.print(f"{fault}: preparing {target} anew.", style="yellow", highlight=False, soft_wrap=True, markup=False)
         return None
-    if sources != found.sources:
-        found = found.model_copy(update={"sources": sources})
+    if sources != stored.sources:
+        stored = stored.model_copy(update={"sources": sources})
         with contextlib.suppress(OSError):  # a read-only folder: SHA-256 is computed each time
-            write_atomic(target / manifest.FILE, found.model_dump_json(indent=1) + "\n")
-    return PreparedData(target, found)
+            write_atomic(target / manifest.FILE, stored.model_dump_json(indent=1) + "\n")
+    return PreparedData(target, stored)
 
 
 def _build_folder(config: DataConfig, corpus: Corpus, target: Path, partial: Path, console: Console) -> PreparedData:

@@ -34,10 +34,10 @@ def stdlib_files() -> list[Path]:
 def package_files() -> list[Path]:
     """Source files of the standard library and of every package folder on sys.path, in sorted order, each once."""
     sites = sorted({Path(entry).resolve() for entry in sys.path if Path(entry).name in _SITE and Path(entry).is_dir()})
-    found = _python_files(_stdlib(), skip=_SITE)
+    files = _python_files(_stdlib(), skip=_SITE)
     for site in sites:
-        found += _python_files(site, skip=frozenset())
-    return list(dict.fromkeys(found))
+        files += _python_files(site, skip=frozenset())
+    return list(dict.fromkeys(files))
 
 
 def docstrings(files: Sequence[Path]) -> Iterator[Document]:
@@ -75,8 +75,8 @@ def _stdlib() -> Path:
 
 
 def _python_files(root: Path, *, skip: frozenset[str]) -> list[Path]:
-    found = []
+    paths = []
     for folder, folders, files in os.walk(root):
         folders[:] = sorted(name for name in folders if name not in skip and name != "__pycache__")
-        found += [Path(folder, name) for name in files if name.endswith(".py") and Path(folder, name).is_file()]
-    return sorted(found)
+        paths += [Path(folder, name) for name in files if name.endswith(".py") and Path(folder, name).is_file()]
+    return sorted(paths)

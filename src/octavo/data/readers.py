@@ -204,11 +204,11 @@ def read_parquet(path: Path, form: Form) -> Iterator[Document]:
 
 
 def _values(batch: Any, columns: Sequence[str]) -> dict[str, Iterable[Any]]:
-    found = {name: batch.column(batch.schema.get_field_index(name)) for name in columns}
+    columns_of_batch = {name: batch.column(batch.schema.get_field_index(name)) for name in columns}
     try:
-        return {name: values.to_pylist() for name, values in found.items()}
+        return {name: values.to_pylist() for name, values in columns_of_batch.items()}
     except ValueError:  # one by one, so that the error has its row number
-        return {name: (each.as_py() for each in values) for name, values in found.items()}
+        return {name: (each.as_py() for each in values) for name, values in columns_of_batch.items()}
 
 
 def from_hub(name: str, config: DataConfig, form: Form, hint: str, key: str, say: Say) -> Iterator[Document]:
@@ -338,11 +338,11 @@ def _from_card(
             f"out: {some(others)}."
         )
     if data is None:
-        found = 0
-        for found, document in enumerate(read_files(chosen, form, find), start=1):  # noqa: B007
+        rows = 0
+        for rows, document in enumerate(read_files(chosen, form, find), start=1):  # noqa: B007
             yield document
-        if expected not in (None, found) and all(kind_of(each.name) != ".txt" for each in chosen):
-            say(f"{name}: its card (dataset_info) gives the split {split!r} {expected:,} rows, but its files have {found:,}.")
+        if expected not in (None, rows) and all(kind_of(each.name) != ".txt" for each in chosen):
+            say(f"{name}: its card (dataset_info) gives the split {split!r} {expected:,} rows, but its files have {rows:,}.")
         return
     if not chosen:
         _say_other_splits(name, split, _rows_of_splits(data), say)

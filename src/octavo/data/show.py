@@ -66,7 +66,7 @@ def documents(prepared: PreparedData, count: int) -> list[list[Run]]:
         raise InputError("--show: the data is token ids without a tokenizer. Set data.tokenizer to see their texts.")
     tokenizer = transformers_tokenizer(str(folder))
     tokens, offsets, labels = prepared.tokens("train"), prepared.offsets("train").astype(np.int64), prepared.labels("train")
-    found = []
+    shown = []
     for start, end in zip(offsets[:count].tolist(), offsets[1 : count + 1].tolist(), strict=False):
         trained = np.ones(end - start, bool) if labels is None else np.asarray(labels[start:end]) != IGNORED
         trained[0] = False  # it is not predicted
@@ -74,13 +74,13 @@ def documents(prepared: PreparedData, count: int) -> list[list[Run]]:
         for is_trained, places in groupby(range(end - start), key=trained.tolist().__getitem__):
             ids = tokens[[start + place for place in places]].tolist()
             runs.append(Run(tokenizer.decode(ids, clean_up_tokenization_spaces=False), is_trained))
-        found.append(runs)
-    return found
+        shown.append(runs)
+    return shown
 
 
 def counts(prepared: PreparedData, config: DataConfig) -> dict[Split, SplitCounts]:
     """Sizes of both splits."""
-    found: dict[Split, SplitCounts] = {}
+    by_split: dict[Split, SplitCounts] = {}
     for split in SPLITS:
         sizes, labels, offsets = prepared.manifest.splits[split], prepared.labels(split), prepared.offsets(split)
         first = offsets[:-1].astype(np.int64)
@@ -93,8 +93,8 @@ def counts(prepared: PreparedData, config: DataConfig) -> dict[Split, SplitCount
         untrained = 0
         if labels is not None:
             untrained = sum(bool((labels[at + 1 : at + config.sequence_length] == IGNORED).all()) for at in overlong)
-        found[split] = SplitCounts(sizes.documents, sizes.tokens, trained, len(overlong), untrained)
-    return found
+        by_split[split] = SplitCounts(sizes.documents, sizes.tokens, trained, len(overlong), untrained)
+    return by_split
 
 
 def lines_of(prepared: PreparedData, config: DataConfig) -> list[str]:
@@ -103,7 +103,7 @@ def lines_of(prepared: PreparedData, config: DataConfig) -> list[str]:
     noun = "document" if examples is None else "conversation" if examples.format == "chat" else "completion"
     how = treatment(prepared, config.overlong)
     done = {"truncate": "truncated to it", "cut": "cut to several", "drop": "dropped"}[how]
-    found = []
+    lines = []
     for split, each in counts(prepared, config).items():
         if not each.documents:
             continue
@@ -112,17 +112,17 @@ def lines_of(prepared: PreparedData, config: DataConfig) -> list[str]:
             text += f"; {each.overlong:,} longer than data.sequence_length = {config.sequence_length:,}: {done}"
             if each.untrained and how == "truncate":
                 text += f", {each.untrained:,} of them dropped, with no trained token in the first sequence"
-        found.append(text)
+        lines.append(text)
     if examples is not None:
         dropped = sum(examples.dropped.values())
         reasons = ", ".join(
             f"{reason} ({count:,})" for reason, count in sorted(examples.dropped.items(), key=lambda each: -each[1])
         )
-        found.append(f"dropped: {dropped:,} of {counted(examples.read, 'row')}" + (f": {reasons}" if reasons else ""))
+        lines.append(f"dropped: {dropped:,} of {counted(examples.read, 'row')}" + (f": {reasons}" if reasons else ""))
         if examples.turns_by:
             by = "generation marks of the chat template" if examples.turns_by == "marks" else "prompts of the chat template"
-            found.append(f"trained turns by the {by}")
-    return found
+            lines.append(f"trained turns by the {by}")
+    return lines
 
 
 def colored(runs: Sequence[Run], *, plain: bool) -> Text:

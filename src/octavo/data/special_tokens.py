@@ -83,10 +83,10 @@ class SpecialTokens:
         """Read the folder of a tokenizer."""
         from transformers import AutoTokenizer  # slow to import
 
-        found = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
-        names = {number: token.content for number, token in found.added_tokens_decoder.items() if token.special}
-        names |= dict(zip(found.all_special_ids, found.all_special_tokens, strict=True))
-        return cls(found.bos_token_id, found.eos_token_id, found.pad_token_id, found.unk_token_id, names)
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+        names = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+        names |= dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+        return cls(tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id, names)
 
     def fit(self, config: Any) -> dict[str, int | list[int] | None]:
         """Set the bos, eos and pad ids of a Hugging Face config, or generation config, to this tokenizer's; returns them.
@@ -123,11 +123,11 @@ class SpecialTokens:
             for file, ids in named.items():
                 if role not in ids:
                     continue
-                given = _listed(ids.get(role))
-                foreign = [one for one in given if one not in self.all]
-                other = token is not None and token not in given and (given or role == "eos_token_id")
-                if foreign or other or (token is None and given and role == "eos_token_id"):
-                    said.append(f"{file} has {', '.join(map(self._shown, given)) or 'none'}")
+                stated = _listed(ids.get(role))
+                foreign = [one for one in stated if one not in self.all]
+                other = token is not None and token not in stated and (stated or role == "eos_token_id")
+                if foreign or other or (token is None and stated and role == "eos_token_id"):
+                    said.append(f"{file} has {', '.join(map(self._shown, stated)) or 'none'}")
             if said:
                 yield role, f"{'; '.join(said)}; the tokenizer has {'none' if token is None else self._shown(token)}"
 

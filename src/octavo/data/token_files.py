@@ -96,11 +96,11 @@ def write_tokens(
 
     def chunks(part: Part, numbers: DocumentNumbers) -> Iterator[_Chunk]:
         if part.documents.tokenised or encoder is None:
-            found: Iterator[_Chunk] = ((*each, True) for each in part.documents.token_ids(numbers))
+            encoded: Iterator[_Chunk] = ((*each, True) for each in part.documents.token_ids(numbers))
         else:
-            found = ((ids, None, ends) for ids, ends in encoder.stream(part.documents.texts(numbers)))
+            encoded = ((ids, None, ends) for ids, ends in encoder.stream(part.documents.texts(numbers)))
         unknown = written = 0
-        for ids, labels, ends in found:
+        for ids, labels, ends in encoded:
             progress.advance(task, int(ends))
             written += len(ids)
             if encoder is not None and len(ids) and ids.max() >= vocabulary:

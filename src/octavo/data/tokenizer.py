@@ -139,9 +139,9 @@ def load(name: str) -> Encoder:
         raise InputError(
             f"data.tokenizer = {name!r} is {type(theirs).__name__}, which does not encode a single text. Use another."
         )
-    found = _of_backend(theirs, name) if theirs.is_fast else _of_python(theirs, name)
-    _check_around(found, theirs)
-    return replace(found, save=partial(_save, theirs, name, folder))
+    encoder = _of_backend(theirs, name) if theirs.is_fast else _of_python(theirs, name)
+    _check_around(encoder, theirs)
+    return replace(encoder, save=partial(_save, theirs, name, folder))
 
 
 def proven(encoder: Encoder, folder: Path, texts: Sequence[str], say: Callable[[str], None]) -> Encoder:
@@ -180,11 +180,11 @@ def like_transformers(encoder: Encoder, theirs: Any, texts: Sequence[str], say: 
     expected = [_call(theirs, encoder.name, text, split_special_tokens=True)["input_ids"] for text in sample]
 
     def fits(candidate: Encoder) -> bool:
-        found = candidate.encode_batch(sample)
+        encoded = candidate.encode_batch(sample)
         return all(
             [*candidate.prefix, *ids] == whole[: len(ids) + len(candidate.prefix)]
             and whole[len(ids) + len(candidate.prefix) :] in (list(candidate.suffix), list(candidate.suffix[:-1]))
-            for ids, whole in zip(found, expected, strict=True)
+            for ids, whole in zip(encoded, expected, strict=True)
         )
 
     if fits(encoder):
@@ -257,14 +257,14 @@ def other_beside(folder: Path, config: Any) -> str:
             shutil.copyfile(path, together / path.name)
         (together / "config.json").write_text(config.to_json_string(), encoding="utf-8")
         try:
-            found = _theirs(name, together)
+            beside = _theirs(name, together)
         except InputError as error:
             return f"Beside a config.json of {config.model_type} transformers cannot load the tokenizer: {error}"
         original = _theirs(name, folder)
-        if _identity(original, name) == _identity(found, name):
+        if _identity(original, name) == _identity(beside, name):
             return ""
     return (
-        f"AutoTokenizer reads a tokenizer next to a config.json of {config.model_type} as {type(found).__name__}, which may "
+        f"AutoTokenizer reads a tokenizer next to a config.json of {config.model_type} as {type(beside).__name__}, which may "
         "give other ids than the run's. Load the tokenizer of an export by "
         f"transformers.{type(original).__name__}.from_pretrained(FOLDER), or use one of that family as data.tokenizer."
     )

@@ -229,10 +229,10 @@ def _needle(message: Message) -> str:
 
 def _joined(spans: Sequence[Span]) -> list[Span]:
     """Adjacent marks merged into one, without empty ones."""
-    found: list[Span] = []
+    joined: list[Span] = []
     for start, end in spans:
-        if found and found[-1][1] == start:
-            found[-1] = (found[-1][0], end)
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], end)
         elif end > start:
-            found.append((start, end))
-    return found
+            joined.append((start, end))
+    return joined
