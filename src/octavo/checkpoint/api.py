@@ -171,11 +171,11 @@ def save(path: str | Path, model: nn.Module, optimizer: Optimizers = None, **ext
             number, or `path` exists and is not a checkpoint; some rank does not call it.
         OctavoError: the disk is full, or another rank failed.
     """
-    given = local_path(path, "octavo.save: path")
+    requested = local_path(path, "octavo.save: path")
     one = as_one(optimizer, model, "octavo.save")
     with together("octavo.save"):
         ranks = writing_ranks()
-        _save(_same_path(given, "octavo.save", ranks), model, one, extra, ranks)
+        _save(_same_path(requested, "octavo.save", ranks), model, one, extra, ranks)
 
 
 def _save(
@@ -227,11 +227,11 @@ def load(path: str | Path, model: nn.Module, optimizer: Optimizers = None) -> di
             nothing was changed.
         OctavoError: the checkpoint is damaged, or is being replaced; nothing was changed.
     """
-    given = local_path(path, "octavo.load: path")
+    requested = local_path(path, "octavo.load: path")
     one = as_one(optimizer, model, "octavo.load")
     with together("octavo.load"):
         ranks = writing_ranks()
-        path = _same_path(given, "octavo.load", ranks)
+        path = _same_path(requested, "octavo.load", ranks)
         state = restore(path, model, one, ranks, _open_saved)
     try:
         marked = {key: plain.from_json(stored) for key, stored in state.get("marked_extra", {}).items()}
@@ -240,11 +240,11 @@ def load(path: str | Path, model: nn.Module, optimizer: Optimizers = None) -> di
     return {**state.get("extra", {}), **marked}
 
 
-def _same_path(given: Path, call: str, ranks: Ranks) -> Path:
+def _same_path(requested: Path, call: str, ranks: Ranks) -> Path:
     """The resolved path, which must equal rank 0's: all ranks write to one folder."""
-    with path_of(f"{call}: path", str(given)):
-        path = given.resolve()
-    here = str(given.absolute())
+    with path_of(f"{call}: path", str(requested)):
+        path = requested.resolve()
+    here = str(requested.absolute())
     first = ranks.on_rank_0(lambda: here)
     with ranks.sharing_errors():
         if here != first:

@@ -90,24 +90,24 @@ def as_one(optimizer: Any, model: Any, call: str) -> torch.optim.Optimizer | Non
         _check(optimizer, "optimizer", call)
         _check_held(optimizer, "optimizer", model, call)
         return cast(torch.optim.Optimizer, optimizer)
-    found = dict(sorted(optimizer.items(), key=lambda item: str(item[0]))) if keyed else dict(enumerate(optimizer))
-    if not found:
+    by_key = dict(sorted(optimizer.items(), key=lambda item: str(item[0]))) if keyed else dict(enumerate(optimizer))
+    if not by_key:
         raise InputError(f"{call}: optimizer = {optimizer!r} names none: give optimizers, or leave it out.")
-    for key, each in found.items():
+    for key, each in by_key.items():
         _check(each, f"optimizer[{key!r}]", call)
         _check_held(each, f"optimizer[{key!r}]", model, call)
     names = {parameter: name for name, parameter in model.named_parameters()}
     holder: dict[Any, Any] = {}
-    for key, each in found.items():
+    for key, each in by_key.items():
         for parameter in (parameter for group in each.param_groups for parameter in group["params"]):
             if holder.setdefault(parameter, key) != key:
                 raise InputError(
                     f"{call}: {names.get(parameter, 'a parameter')} is in optimizer[{holder[parameter]!r}] and in "
                     f"optimizer[{key!r}]: a checkpoint stores one state per parameter. Give it to one of them."
                 )
-    if len(found) == 1:
-        return cast(torch.optim.Optimizer, next(iter(found.values())))
-    return cast(torch.optim.Optimizer, JoinedOptimizer({str(key): each for key, each in found.items()}, keyed=keyed))
+    if len(by_key) == 1:
+        return cast(torch.optim.Optimizer, next(iter(by_key.values())))
+    return cast(torch.optim.Optimizer, JoinedOptimizer({str(key): each for key, each in by_key.items()}, keyed=keyed))
 
 
 def _check(optimizer: Any, name: str, call: str) -> None:

@@ -125,8 +125,8 @@ class OpenCheckpoint:
             if size != files[name].size:
                 raise Damaged(f"{self.path / name} has {size:,} bytes instead of {files[name].size:,}")
         with ThreadPoolExecutor(_READERS) as readers:
-            for name, found in zip(names, readers.map(self.folder.sha256, names), strict=True):
-                if found != files[name].sha256:
+            for name, digest in zip(names, readers.map(self.folder.sha256, names), strict=True):
+                if digest != files[name].sha256:
                     readers.shutdown(wait=False, cancel_futures=True)
                     raise Damaged(f"{self.path / name} has other content than was written (its sha256 differs)")
 
@@ -178,8 +178,8 @@ def step_folders(checkpoints: Path) -> list[tuple[int, Path]]:
     """(step, folder) of every checkpoint, newest first, damaged or not."""
     if not checkpoints.is_dir():
         return []
-    found = [(int(m[1]), p) for p in checkpoints.iterdir() if p.is_dir() and (m := _STEP_FOLDER.fullmatch(p.name))]
-    return sorted(found, reverse=True)
+    folders = [(int(m[1]), p) for p in checkpoints.iterdir() if p.is_dir() and (m := _STEP_FOLDER.fullmatch(p.name))]
+    return sorted(folders, reverse=True)
 
 
 def newest_whole(checkpoints: Path, report: Callable[[str], None]) -> tuple[Path | None, list[Path]]:
@@ -212,9 +212,9 @@ def _parse(text: bytes, folder: Path) -> Manifest:
     """A manifest, after a check that it does not contradict itself."""
     path = folder / MANIFEST
     try:
-        found = parse_json(text)
-        content = {key: found[key] for key in found if key != "sha256"}
-        whole = found["sha256"] == _digest(content)
+        record = parse_json(text)
+        content = {key: record[key] for key in record if key != "sha256"}
+        whole = record["sha256"] == _digest(content)
     except (ValueError, KeyError, TypeError) as error:
         raise Damaged(f"{path} is not a manifest ({error})") from None
     if not whole:
@@ -228,7 +228,7 @@ def _parse(text: bytes, folder: Path) -> Manifest:
             f"this is Octavo {__version__}, which reads {FORMAT} up to {FORMAT_VERSION}. Install that version or newer."
         )
     try:
-        manifest = Manifest.model_validate(found)
+        manifest = Manifest.model_validate(record)
     except ValidationError as error:
         raise Damaged(f"{path} contradicts itself: {first_fault(error)}") from None
     if fault := _fault(manifest):
@@ -269,11 +269,11 @@ def first_fault(error: ValidationError) -> str:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is there twice")
-    return found
+    return entries
 
 
 def _digest(content: dict[str, Any]) -> str:

@@ -76,8 +76,8 @@ class OpenFolder:
     def stamp(self, name: str) -> Stamp:
         """The current stamp of a file."""
         with _explaining(self.path / name):
-            found = os.fstat(self._descriptor(name))
-        return Stamp(found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+            status = os.fstat(self._descriptor(name))
+        return Stamp(status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
     def read(self, name: str) -> bytes:
         """A whole file."""

@@ -63,7 +63,7 @@ def _of_whole(name: str, states: dict[str, Any], block: Block | None) -> dict[st
     """States, with a block's elementwise ones as its parts; refuses states of other shapes, which differ between ranks."""
     if block is None:
         return states
-    found = dict(states)
+    with_blocks = dict(states)
     for key, value in states.items():
         if isinstance(value, torch.Tensor) and value.dim():
             if tuple(value.shape) != block.local.local_shape:
@@ -72,8 +72,8 @@ def _of_whole(name: str, states: dict[str, Any], block: Block | None) -> dict[st
                     "with parts on ranks, a checkpoint stores numbers and states of its elements "
                     f"({list(block.local.local_shape)} on this rank). Save without the optimizer."
                 )
-            found[key] = with_block(value, block)
-    return found
+            with_blocks[key] = with_block(value, block)
+    return with_blocks
 
 
 def refuse_matrices(optimizer: torch.optim.Optimizer) -> None:

@@ -33,15 +33,15 @@ def as_model_has_it(stored: StoredTensors, model: nn.Module, saved: str | None) 
     Raises:
         InputError: the checkpoint has Octavo's blocks and the model does not, or a part cannot be joined.
     """
-    way, found = conversion_of(model), subset(stored.layout, "model.")
+    way, of_model = conversion_of(model), subset(stored.layout, "model.")
     if way is None and saved is not None:
         raise InputError(
             f"checkpoint {stored.folder} has Octavo's blocks ({saved}), but this {type(model).__name__} runs its original "
             "code:"
             ' build it with blocks = "auto" (model.blocks), or export the checkpoint and load that.'
         )
-    absent = [name for name in weights(model) if name not in found]
-    if way is None or not any(theirs in found for name in absent for theirs in way.names(name)):
+    absent = [name for name in weights(model) if name not in of_model]
+    if way is None or not any(theirs in of_model for name in absent for theirs in way.names(name)):
         return stored
     return Converted(stored, model, way)
 
@@ -146,8 +146,8 @@ class Converted:
             for operand in Operand:
                 for record, kind in (("scale", "smallest"), ("amax_history", "largest"), ("begun", "smallest")):
                     names = [f"fp8.{part}.{operand.value}.{record}" for part in theirs]
-                    found = {self._found.get(name) for name in names}
-                    if len(found) == 1 and None not in found:
+                    entries = {self._found.get(name) for name in names}
+                    if len(entries) == 1 and None not in entries:
                         yield f"fp8.{module}.{operand.value}.{record}", _Source(names, kind)
 
     def _refused(self, why: str) -> InputError:

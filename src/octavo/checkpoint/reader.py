@@ -235,8 +235,8 @@ class _Loaded:
         """The tensor-parallel degree of the save; for older checkpoints the run's, else the present one."""
         layout = self.state.get("layout")
         of_run = layout.get("tensor_parallel_degree") if isinstance(layout, dict) else None
-        found = self.state.pop("tensor_ranks", None) or of_run
-        return found if isinstance(found, int) and found > 0 else world.tp_size
+        degree = self.state.pop("tensor_ranks", None) or of_run
+        return degree if isinstance(degree, int) and degree > 0 else world.tp_size
 
 
 def _compare_heads(path: Path, model: nn.Module, saved: bool | str | None) -> None:
@@ -271,8 +271,8 @@ def _compare_specs(path: Path, model: nn.Module, saved: dict[str, Any] | None) -
 
 def _compare_adapters(path: Path, model: nn.Module, saved: dict[str, Any] | None) -> None:
     """Refuse adapters with other matrices, scale or base, and a whole model for adapters or the reverse."""
-    found = adapted(model)
-    current = None if found is None else found.record
+    adapters = adapted(model)
+    current = None if adapters is None else adapters.record
     if current == saved:
         return
     if current is None or saved is None:

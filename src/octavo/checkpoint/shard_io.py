@@ -148,11 +148,11 @@ def _write_file(folder: Path, name: str, pieces: Sequence[TensorPiece], step: in
 
 def tensor_entries(pieces: Sequence[TensorPiece]) -> Entries:
     """Safetensors' dtype and the global shape of each tensor, by name: entries of a manifest."""
-    found: Entries = {}
+    entries: Entries = {}
     for piece in pieces:
         assert piece.item.tensor_data is not None, piece.name
-        found[piece.name] = {"dtype": DTYPES[piece.data.dtype], "shape": list(piece.item.tensor_data.size)}
-    return found
+        entries[piece.name] = {"dtype": DTYPES[piece.data.dtype], "shape": list(piece.item.tensor_data.size)}
+    return entries
 
 
 def raw(tensor: torch.Tensor) -> memoryview:
@@ -181,20 +181,20 @@ def subset(layout: Layout, prefix: str) -> Layout:
     return {name.removeprefix(prefix): entry for name, entry in layout.items() if name.startswith(prefix)}
 
 
-def check_layout(folder: Path, found: Layout, wanted: Layout) -> None:
+def check_layout(folder: Path, layout: Layout, wanted: Layout) -> None:
     """Compare a checkpoint with a model before anything is loaded.
 
     Raises:
         InputError: names tensors that are missing or unexpected, or differ in shape or dtype.
     """
-    both = [name for name in wanted if name in found and found[name] != wanted[name]]
-    differences = [f"{n} is {_shape(found[n])} in the checkpoint and {_shape(wanted[n])} in the model" for n in both]
-    differences += [f"{name} {_shape(wanted[name])} is not in the checkpoint" for name in wanted if name not in found]
-    differences += [f"{name} {_shape(found[name])} is not in the model" for name in found if name not in wanted]
+    both = [name for name in wanted if name in layout and layout[name] != wanted[name]]
+    differences = [f"{n} is {_shape(layout[n])} in the checkpoint and {_shape(wanted[n])} in the model" for n in both]
+    differences += [f"{name} {_shape(wanted[name])} is not in the checkpoint" for name in wanted if name not in layout]
+    differences += [f"{name} {_shape(layout[name])} is not in the model" for name in layout if name not in wanted]
     if differences:
         shown = "; ".join(differences[:6]) + (f"; and {len(differences) - 6} more" if len(differences) > 6 else "")
-        dtypes = {found[name][1] for name in both}
-        if len(dtypes) == 1 and len(both) == len(differences) and all(found[name][0] == wanted[name][0] for name in both):
+        dtypes = {layout[name][1] for name in both}
+        if len(dtypes) == 1 and len(both) == len(differences) and all(layout[name][0] == wanted[name][0] for name in both):
             dtype = str(*dtypes)
             raise InputError(
                 f"checkpoint {folder} has parameters of another dtype: {shown}. Give octavo.transform params_dtype={dtype}, or "

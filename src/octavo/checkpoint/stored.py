@@ -156,17 +156,17 @@ def read_headers(folder: OpenFolder, files: Sequence[str]) -> Pieces:
     Raises:
         Damaged: a header contradicts itself or another one, or the pieces of a tensor overlap or leave a gap.
     """
-    found: Pieces = {}
+    by_name: Pieces = {}
     for file in files:
         for name, piece in _read_header(folder, file).items():
-            found.setdefault(name, []).append(piece)
-    for name, pieces in found.items():
+            by_name.setdefault(name, []).append(piece)
+    for name, pieces in by_name.items():
         if len({(piece.dtype, len(piece.shape)) for piece in pieces}) > 1:
             raise Damaged(f"the pieces of {name} in {folder.path} differ in dtype or in number of dimensions")
         boxes = [tuple(zip(piece.offsets, piece.shape, strict=True)) for piece in pieces]
         if not _fills(boxes, _global_shape(pieces)):
             raise Damaged(f"the pieces of {name} in {folder.path} overlap or leave a gap")
-    return found
+    return by_name
 
 
 def _read_header(folder: OpenFolder, file: str) -> dict[str, Piece]:
@@ -255,11 +255,11 @@ def _difference(layout: Layout, manifest: Manifest) -> str | None:
         return f"random states of ranks {sorted(ranks)}, but of {sorted(manifest.random_ranks | {0})} in its other files"
     if manifest.tensors is None:
         return None
-    found = {name: (DTYPES[dtype], list(shape)) for name, (shape, dtype) in layout.items()}
+    there = {name: (DTYPES[dtype], list(shape)) for name, (shape, dtype) in layout.items()}
     named: dict[str, Any] = {name: (entry.dtype, entry.shape) for name, entry in manifest.tensors.items()}
-    for name in sorted(found.keys() | named.keys()):
-        if found.get(name) != named.get(name):
-            return f"{name} is {_text(found.get(name))}, not {_text(named.get(name))}"
+    for name in sorted(there.keys() | named.keys()):
+        if there.get(name) != named.get(name):
+            return f"{name} is {_text(there.get(name))}, not {_text(named.get(name))}"
     return None
 
 

@@ -120,7 +120,7 @@ def take_snapshot(
                 "recipe": _recipe_record(model),
                 "fp8_head": getattr(model, "fp8_head", None),
                 "spec": spec_record(model),
-                "lora": None if (found := adapted(model)) is None else found.record,
+                "lora": None if (adapters := adapted(model)) is None else adapters.record,
                 "blocks": None if (way := conversion_of(model)) is None else way.layout,
             }
             files = {STATE: json.dumps(record, allow_nan=False, indent=1).encode()}

@@ -101,24 +101,26 @@ def compare(runs: Sequence[Path], *, last: int | None = None) -> dict[str, Any]:
     return {"last": last, "steps": steps, "numbers": numbers, "validation_step": at, "warnings": warnings, "rows": rows}
 
 
-def lines(found: dict[str, Any]) -> list[str]:
+def lines(comparison: dict[str, Any]) -> list[str]:
     """The comparison as a table."""
-    width = max(len("run"), *(len(row["run"]) for row in found["rows"]))
-    first, last, at = found["numbers"][-found["last"]], found["numbers"][-1], found["validation_step"]
+    width = max(len("run"), *(len(row["run"]) for row in comparison["rows"]))
+    first, last, at = comparison["numbers"][-comparison["last"]], comparison["numbers"][-1], comparison["validation_step"]
     head = f"{'run':<{width}}  {'loss':>8}  {'gap':>8}"
     note = f"loss: mean of steps {first} to {last}" if first < last else f"loss: step {last}"
     if at is not None:
         head += f"  {'validation':>10}  {'gap':>8}"
         note += f"; validation: step {at}"
     table = [f"{head}  {'tokens/s':>10}"]
-    for row in found["rows"]:
+    for row in comparison["rows"]:
         line = f"{row['run']:<{width}}  {row['loss']:8.4f}  {row['gap_percent']:+7.2f}%"
         if at is not None:
             line += f"  {row['validation_loss']:10.4f}  {row['validation_gap_percent']:+7.2f}%"
         table.append(f"{line}  {row['tokens_per_second']:10,.0f}")
-    for name in dict.fromkeys(name for row in found["rows"] for name in row["validation_losses"]):
+    for name in dict.fromkeys(name for row in comparison["rows"] for name in row["validation_losses"]):
         losses = (
-            f"{row['run']} {row['validation_losses'][name]:.4f}" for row in found["rows"] if name in row["validation_losses"]
+            f"{row['run']} {row['validation_losses'][name]:.4f}"
+            for row in comparison["rows"]
+            if name in row["validation_losses"]
         )
         table.append(f"validation of {name}: {', '.join(losses)}")
     return [*table, note]
@@ -152,30 +154,30 @@ def _warnings(runs: Sequence[_Run], numbers: Sequence[int]) -> list[str]:
     """Warnings about data that differs from the reference's, and about runs of other lengths."""
     reference, *others = runs
     facts = {run.name: _facts(run.folder) for run in runs}
-    found = []
+    warnings = []
     for run in others:
         one, two = facts[reference.name], facts[run.name]
         same_tokens = _TOKENS in one and one[_TOKENS] == two.get(_TOKENS)  # whatever the file names
         keys = [key for key in one if key in two and not (same_tokens and key in _TEXT_KEYS) and key != _STEPS]
         changed = [f"{key} ({_shown(one[key])} and {_shown(two[key])})" for key in keys if one[key] != two[key]]
         if changed:
-            found.append(f"{reference.name} and {run.name} differ in {', '.join(changed)}: their losses are not comparable.")
+            warnings.append(f"{reference.name} and {run.name} differ in {', '.join(changed)}: their losses are not comparable.")
     for run in runs:
         newest, planned = max(run.curve), facts[run.name].get(_STEPS)
         done = newest_state(run.folder).get("step", 0)
         if newest < done:
             metrics = run.folder / "metrics.jsonl"
-            found.append(
+            warnings.append(
                 f"{run.name} has done {done} steps, but {lacking(metrics, done)} Compared are steps up to {numbers[-1]}."
             )
         elif planned is not None and newest < planned:
-            found.append(f"{run.name} has {newest} of its {planned} steps; compared are steps up to {numbers[-1]}.")
+            warnings.append(f"{run.name} has {newest} of its {planned} steps; compared are steps up to {numbers[-1]}.")
         elif newest > numbers[-1]:
-            found.append(
+            warnings.append(
                 f"{run.name} continues to step {newest}; compared are steps up to {numbers[-1]}, at which its learning rate "
                 "may differ."
             )
-    return found
+    return warnings
 
 
 def _other_validations(runs: Sequence[_Run], at: int) -> list[str]:

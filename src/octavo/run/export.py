@@ -91,8 +91,8 @@ def _export(model_or_path: nn.Module | Path, to: Path, ranks: Ranks) -> None:
     if not isinstance(model_or_path, nn.Module):
         ranks.on_rank_0(lambda: export_run(model_or_path, to))
         return
-    if (found := adapted(model_or_path)) is not None:
-        _export_adapters(model_or_path, found, to, ranks)
+    if (adapters := adapted(model_or_path)) is not None:
+        _export_adapters(model_or_path, adapters, to, ranks)
         return
     config, way = getattr(model_or_path, "config", None), conversion_of(model_or_path)
     own_code = model_or_path if isinstance(model_or_path, PreTrainedModel) and way is None else None
@@ -109,7 +109,7 @@ def _export(model_or_path: nn.Module | Path, to: Path, ranks: Ranks) -> None:
     write_gathered(weights(model_or_path), config, own_code or way, to, ranks, generation)
 
 
-def _export_adapters(model: nn.Module, found: Adapted, to: Path, ranks: Ranks) -> None:
+def _export_adapters(model: nn.Module, adapters: Adapted, to: Path, ranks: Ranks) -> None:
     """Write the adapters of a model in memory as a PEFT folder; they are small and gathered together."""
     ranks.on_rank_0(lambda: check_empty(to))
     whole = {name: whole_tensor(tensor).cpu() for name, tensor in weights(model).items()}
@@ -118,7 +118,7 @@ def _export_adapters(model: nn.Module, found: Adapted, to: Path, ranks: Ranks) -
 
     def write() -> None:
         with new_folder(to) as new:
-            write_folder(whole, found, conversion(model.spec), names, new, source)  # type: ignore[arg-type]
+            write_folder(whole, adapters, conversion(model.spec), names, new, source)  # type: ignore[arg-type]
 
     ranks.on_rank_0(write)
 
@@ -237,9 +237,9 @@ def export_run(run: Path, to: Path, checkpoint: str | None = None, *, merge: boo
         raise InputError(f"--merge: {run} has no adapters (lora.rank), and its export is the whole model. Leave --merge out.")
     if config.lora.rank is not None and not merge:
         return _export_adapters_of_run(run, config, to, checkpoint)
-    found = open_run(run, config, checkpoint)
-    write_run(found, to)
-    return found.checkpoint
+    opened = open_run(run, config, checkpoint)
+    write_run(opened, to)
+    return opened.checkpoint
 
 
 def check_target(run: Path, to: Path) -> None:
@@ -251,30 +251,30 @@ def check_target(run: Path, to: Path) -> None:
     check_empty(to)
 
 
-def write_run(found: OpenRun, to: Path, encode: Encode | None = None, more: Mapping[str, Any] | None = None) -> None:
+def write_run(opened: OpenRun, to: Path, encode: Encode | None = None, more: Mapping[str, Any] | None = None) -> None:
     """Write the weights of a checkpoint with config, generation config and tokenizer. encode, more: see `write_pretrained`."""
-    generation, refused = found.generation.accepted()
+    generation, refused = opened.generation.accepted()
     for key, reason in refused.items():
-        warn(f"{FILE}: {key} = {found.generation.values[key]!r} is dropped, since transformers refuses it: {reason}")
-    if found.dropped:
-        warn(f"{FILE}: {some(found.dropped)}: dropped, since their ids belong to a tokenizer other than the run's.")
-    if found.tokenizer is not None and (other := other_beside(found.tokenizer, found.config)):
+        warn(f"{FILE}: {key} = {opened.generation.values[key]!r} is dropped, since transformers refuses it: {reason}")
+    if opened.dropped:
+        warn(f"{FILE}: {some(opened.dropped)}: dropped, since their ids belong to a tokenizer other than the run's.")
+    if opened.tokenizer is not None and (other := other_beside(opened.tokenizer, opened.config)):
         warn(other)
     write_pretrained(
-        found.shapes, found.config, to, found.tokenizer, read=found.read, generation=generation, encode=encode, more=more
+        opened.shapes, opened.config, to, opened.tokenizer, read=opened.read, generation=generation, encode=encode, more=more
     )
 
 
 def _export_adapters_of_run(run: Path, config: RunConfig, to: Path, name: str | None) -> Path:
     checkpoint, hf_config = _checkpoint_of(run, name), _config_of_run(run, config)
     model = base_on_meta(config, hf_config)
-    found = adapted(model)
-    assert found is not None
-    _check_scale(checkpoint, found)
+    adapters = adapted(model)
+    assert adapters is not None
+    _check_scale(checkpoint, adapters)
     stored = StoredWeights(checkpoint)
     names = [name for name, _ in model.named_parameters()]
     with new_folder(to) as new:
-        write_folder({**stored}, found, conversion(model.spec), names, new, config.model.source)
+        write_folder({**stored}, adapters, conversion(model.spec), names, new, config.model.source)
         for path in sorted((RunFolder(run).tokenizer).iterdir()) if RunFolder(run).tokenizer.is_dir() else ():
             if path.is_file():
                 shutil.copyfile(path, new / path.name)
@@ -289,10 +289,10 @@ def _other_base(config: RunConfig, hf_config: Any) -> Iterator[str]:
     if not config.model.load:
         yield f"the adapters were trained on random weights (model.load = false), not on those of {source!r}."
     if config.model.load and config.model.config:
-        given = ", ".join(f"{key}={getattr(hf_config, key)!r}" for key in config.model.config)
+        keywords = ", ".join(f"{key}={getattr(hf_config, key)!r}" for key in config.model.config)
         yield (
             "the adapters were trained with other positions than the base's, which PEFT's format cannot store. Load the base "
-            f"by AutoModelForCausalLM.from_pretrained({source!r}, {given})."
+            f"by AutoModelForCausalLM.from_pretrained({source!r}, {keywords})."
         )
     if config.model.resize:
         yield (
@@ -323,9 +323,9 @@ def _adapter_options(config: RunConfig) -> BuildOptions:
     )
 
 
-def _check_scale(checkpoint: Path, found: Adapted) -> None:
+def _check_scale(checkpoint: Path, adapters: Adapted) -> None:
     """Refuse an adapter scale other than that of training: lora.alpha or lora.rslora of the run changed."""
-    trained, now = (read_state(checkpoint).get("lora") or {}).get("scale"), found.options.scale
+    trained, now = (read_state(checkpoint).get("lora") or {}).get("scale"), adapters.options.scale
     if trained is not None and trained != now:
         raise InputError(
             f"{checkpoint} was trained with adapters scaled by {trained:g}, but the run file gives {now:g}: restore lora.alpha "
@@ -369,9 +369,9 @@ def _merged(
             f"those of model.source = {config.model.source!r} have {now[:12]}. Restore the weights; octavo export without "
             "--merge writes only the adapters."
         )
-    stored, way, found = StoredWeights(checkpoint), conversion(model.spec), adapted(model)
-    assert found is not None
-    _check_scale(checkpoint, found)
+    stored, way, options = StoredWeights(checkpoint), conversion(model.spec), adapted(model)
+    assert options is not None
+    _check_scale(checkpoint, options)
     adapters = peft_tensors({name: stored[name] for name in stored if is_adapter(name)}, way)
 
     def read(name: str) -> torch.Tensor:
@@ -379,7 +379,7 @@ def _merged(
             return stored[name]
         # A base in FP8 is exported by its bytes, without a conversion through the parameters' dtype.
         weight = base(name, torch.float32 if config.lora.base == "fp8" else None)
-        whole = merged(name, weight.float(), adapters, way, found)
+        whole = merged(name, weight.float(), adapters, way, options)
         return whole if exact else whole.to(shapes[name].dtype)
 
     return shapes, read

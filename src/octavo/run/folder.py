@@ -69,8 +69,8 @@ class RunFolder:
     @property
     def ranks(self) -> int | None:
         """Number of ranks of the last start; None before the first start, and if the folder's record has none."""
-        found = self._starts()[-1:]
-        return next((each.get("ranks") for each in found if isinstance(each, dict)), None)
+        last = self._starts()[-1:]
+        return next((each.get("ranks") for each in last if isinstance(each, dict)), None)
 
     def record(
         self,

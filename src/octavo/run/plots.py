@@ -109,18 +109,18 @@ def run_figure(folder: Path) -> Figure | None:
     return figure
 
 
-def draw_comparison(found: Mapping[str, Any], path: Path) -> None:
+def draw_comparison(comparison: Mapping[str, Any], path: Path) -> None:
     """Draw the figure of a comparison to a file."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about fonts without a character of a name
-        comparison_figure(found).savefig(path, dpi=120)
+        comparison_figure(comparison).savefig(path, dpi=120)
 
 
-def comparison_figure(found: Mapping[str, Any]) -> Figure:
+def comparison_figure(comparison: Mapping[str, Any]) -> Figure:
     """The loss curves of `compare`, and below them each run's gap, as running means over 1/20 of the steps."""
     from matplotlib.figure import Figure
 
-    rows, steps = found["rows"], found["numbers"]
+    rows, steps = comparison["rows"], comparison["numbers"]
     beneath = -(-len(rows) // 2) if len(rows) > _LEGEND_INSIDE else 0
     figure = Figure(figsize=(8, 6 + 0.2 * beneath), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))

@@ -224,8 +224,8 @@ def changed_fp8(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]
     idle = {each.key: each.by for config in (before, now) for each in without_effect(config)}
     both = _recorded(before), settled(now, list(without_effect(now)))
     old, new = ({key: value_of(config, key) for key in FP8_CHANGES} for config in both)
-    found = {key: (old[key], new[key]) for key in FP8_CHANGES if _ordered(old[key]) != _ordered(new[key])}
-    return {key: pair for key, pair in found.items() if found.keys().isdisjoint(idle.get(key, ()))}
+    changed = {key: (old[key], new[key]) for key in FP8_CHANGES if _ordered(old[key]) != _ordered(new[key])}
+    return {key: pair for key, pair in changed.items() if changed.keys().isdisjoint(idle.get(key, ()))}
 
 
 def _ordered(value: Any) -> Any:

@@ -192,13 +192,13 @@ class _Tokenizer:
 
     def _template(self, tools: bool) -> str:
         try:
-            found: str = self._theirs.get_chat_template(tools=[{}] if tools else None)
+            template: str = self._theirs.get_chat_template(tools=[{}] if tools else None)
         except ValueError:
             raise InputError(
                 f"{self.folder}: the tokenizer has no chat template, so a conversation cannot be formatted. Train with "
                 "data.chat_template, save a template there as chat_template.jinja, or give --prompt without --chat."
             ) from None
-        return found
+        return template
 
     def _written(
         self, template: str, chat: Chat, messages: list[dict[str, Any]], variables: Mapping[str, Any], *, prompt: bool
@@ -252,15 +252,15 @@ class Chat:
         form = "from" if isinstance(turns, list) and turns and isinstance(turns[0], Mapping) and "from" in turns[0] else "role"
         answer = {"from": "gpt", "value": _ANSWER} if form == "from" else {"role": "assistant", "content": _ANSWER}
         # Training conversations need an assistant's turn: here it is the one to generate.
-        found = conversation({**row, column: [*turns, answer] if isinstance(turns, list) else turns}, column)
-        if isinstance(found, Faulty):
-            raise InputError(f"{where}: {found.sentence}.")
-        messages = [dict(message) for message in found.messages]
+        conversation_of_row = conversation({**row, column: [*turns, answer] if isinstance(turns, list) else turns}, column)
+        if isinstance(conversation_of_row, Faulty):
+            raise InputError(f"{where}: {conversation_of_row.sentence}.")
+        messages = [dict(message) for message in conversation_of_row.messages]
         if isinstance(turns, list):
             messages.pop()
         if not messages or messages[-1]["role"] == "assistant":
             raise InputError(f"{where} ends with the assistant's turn, which is to be generated: remove it.")
-        return cls(messages, found.tools, dict(found.variables))
+        return cls(messages, conversation_of_row.tools, dict(conversation_of_row.variables))
 
 
 def chats_of(path: str | Path) -> list[Chat]:
@@ -289,13 +289,13 @@ def chats_of(path: str | Path) -> list[Chat]:
         )
     if not rows:
         raise InputError(f"--messages {file} is empty: give at least one conversation.")
-    found = []
+    chats = []
     for number, row in enumerate(rows, start=1):
         where = f"--messages {file}, conversation {number}"
         if not isinstance(row, dict):
             raise InputError(f'{where} is not an object: give {{"messages": [...]}}.')
-        found.append(Chat.of(row, where))
-    return found
+        chats.append(Chat.of(row, where))
+    return chats
 
 
 @functools.lru_cache(maxsize=4)
@@ -368,14 +368,14 @@ def sample(
         InputError: no run or model, no checkpoint, no tokenizer, an empty or too long prompt, or not a causal language model.
         OctavoError: a checkpoint is damaged.
     """
-    given = [prompt if chat is None else chat]
+    prompts = [prompt if chat is None else chat]
     settings: dict[str, Any] = {"checkpoint": checkpoint, "tokens": tokens}
-    return samples(source, given, temperature=temperature, top_p=top_p, seed=seed, **settings)[0]
+    return samples(source, prompts, temperature=temperature, top_p=top_p, seed=seed, **settings)[0]
 
 
 def samples(
     source: str | Path,
-    given: Sequence[str | Chat | None],
+    inputs: Sequence[str | Chat | None],
     *,
     checkpoint: str | None = None,
     tokens: int | None = None,
@@ -391,7 +391,7 @@ def samples(
     tokenizer = _tokenizer_of(folder)
     config = model.config.get_text_config(decoder=True)
     variables: dict[str, Any] = {}
-    if step is not None and any(isinstance(one, Chat) for one in given):
+    if step is not None and any(isinstance(one, Chat) for one in inputs):
         data = run_config(source).data
         variables = data.chat_template_variables
         prepared = prepared_or_none(data)
@@ -401,7 +401,7 @@ def samples(
             warn(f"{source} was trained on {held}, without the chat template that formats this conversation.")
     ends = _ends(model, tokenizer.ends)  # before generation, which replaces the model's eos ids
     prompts = []
-    for one in given:
+    for one in inputs:
         turn_ends: list[int] = []
         if isinstance(one, Chat):
             ids, turn_ends = tokenizer.chat(one, variables, config.vocab_size)
@@ -409,12 +409,12 @@ def samples(
             ids = tokenizer.encode(one, config.vocab_size)
         prompts.append((one, ids, _room(config, len(ids), tokens), sorted({*ends, *turn_ends})))
     model = model.to("cuda" if torch.cuda.is_available() else "cpu")
-    found = []
+    results = []
     for one, ids, room, stop in prompts:
         new = _generated(model, ids, room, choice, tokenizer, stop)
         text = tokenizer.text(new if isinstance(one, Chat) else [*ids, *new])
         answered = [*one.messages, {"role": "assistant", "content": text}] if isinstance(one, Chat) else None
-        found.append(
+        results.append(
             {
                 "source": str(source),
                 "checkpoint": step,
@@ -429,17 +429,17 @@ def samples(
                 "seed": seed,
             }
         )
-    return found
+    return results
 
 
 def _of_run(run: Path, checkpoint: str | None) -> tuple[PreTrainedModel, Path, str]:
     """(the model of a run's checkpoint, its tokenizer's folder, the checkpoint's name)."""
-    found = open_run(run, run_config(run), checkpoint)
-    tokenizer = found.tokenizer or RunFolder(run).tokenizer
+    opened = open_run(run, run_config(run), checkpoint)
+    tokenizer = opened.tokenizer or RunFolder(run).tokenizer
     _ = _tokenizer_of(tokenizer).ends  # refused before the weights are read
-    model = load_pretrained(found.shapes, found.config, read=found.read)
-    model.generation_config.eos_token_id = found.generation.values.get("eos_token_id")
-    return model, tokenizer, found.checkpoint.name
+    model = load_pretrained(opened.shapes, opened.config, read=opened.read)
+    model.generation_config.eos_token_id = opened.generation.values.get("eos_token_id")
+    return model, tokenizer, opened.checkpoint.name
 
 
 def _of_folder(folder: Path, checkpoint: str | None) -> tuple[PreTrainedModel, Path, None]:
@@ -522,12 +522,12 @@ def _generated(
         **(drawn if choice.temperature else {"do_sample": False}),
     )
     model.generation_config = config  # otherwise the folder's sampling settings would be merged
-    given = torch.tensor([ids], device=model.device)
+    prompt = torch.tensor([ids], device=model.device)
     with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
         torch.manual_seed(choice.seed)
         processors = LogitsProcessorList([_KnownIds(tokenizer)])
-        found = model.generate(given, attention_mask=torch.ones_like(given), logits_processor=processors)
-    return [int(one) for one in found[0, len(ids) :]]
+        generated = model.generate(prompt, attention_mask=torch.ones_like(prompt), logits_processor=processors)
+    return [int(one) for one in generated[0, len(ids) :]]
 
 
 @torch.no_grad()
@@ -560,9 +560,9 @@ def sample_text(
         raise InputError(f"{type(model).__name__} has no Hugging Face config with a vocab_size: it is not a language model.")
 
     def prepared() -> list[int]:
-        found = _tokenizer_of(Path(tokenizer_folder)).encode(prompt, config.vocab_size)
-        _room(config, len(found), tokens)
-        return found
+        ids = _tokenizer_of(Path(tokenizer_folder)).encode(prompt, config.vocab_size)
+        _room(config, len(ids), tokens)
+        return ids
 
     def choose(logits: Tensor) -> int:
         return choice.token(_tokenizer_of(Path(tokenizer_folder)).masked(logits), generator)

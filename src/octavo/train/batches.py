@@ -92,12 +92,12 @@ class Batches:
         """
         if step < 1:
             raise InputError(f"octavo.batches: step = {step}: the first step is 1.")
-        found = self._loader.step((step - 1) * self._global_batch)
-        targets = torch.tensor(sum(count_targets(batch.labels) for batch in found), device=self._device)
+        batches = self._loader.step((step - 1) * self._global_batch)
+        targets = torch.tensor(sum(count_targets(batch.labels) for batch in batches), device=self._device)
         if state.world_size > 1 and state.dp_size > 1:
             dist.all_reduce(targets, group=state.dp_process_group)
         targets.clamp_(min=1)
-        return [self._arguments(batch, targets) for batch in found]
+        return [self._arguments(batch, targets) for batch in batches]
 
     def steps(self, first: int = 1, last: int | None = None) -> Iterator[list[dict[str, Any]]]:
         """`step` for each step from `first` to `last`, endless if that is None. To continue a loop, give its next step."""
@@ -119,20 +119,20 @@ class Batches:
         return self._loader.epoch(steps)
 
     def _arguments(self, batch: Batch, targets: Tensor | None) -> dict[str, Any]:
-        found: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "input_ids": batch.input_ids.to(self._device, non_blocking=True),
             "labels": batch.labels.to(self._device, non_blocking=True),
         }
         if self.packing == "documents":
             # A decoder reads them on the host, without GPU synchronisation.
             own = isinstance(self._model, Decoder)
-            found["position_ids"] = batch.position_ids if own else batch.position_ids.to(self._device)
+            arguments["position_ids"] = batch.position_ids if own else batch.position_ids.to(self._device)
         if targets is not None:
-            found["num_items_in_batch"] = targets
+            arguments["num_items_in_batch"] = targets
         # Attention ignores padding anyway; router losses and metrics would count it.
         if isinstance(self._model, Decoder) and self._model.spec.experts and (real := batch.real()) is not None:
-            found["attention_mask"] = real
-        return found
+            arguments["attention_mask"] = real
+        return arguments
 
 
 def batches(
@@ -164,6 +164,6 @@ def batches(
     """
     values = data.model_dump(exclude_unset=True) if isinstance(data, DataConfig) else dict(data)
     # A complete run file, so that keys without effect are refused as in a run.
-    given = {"model": {"source": "llama-1b"}, "data": values, "train": {"steps": 1, "global_batch": global_batch}}
-    run = RunConfig.from_dict(given, where="octavo.batches")
+    sections = {"model": {"source": "llama-1b"}, "data": values, "train": {"steps": 1, "global_batch": global_batch}}
+    run = RunConfig.from_dict(sections, where="octavo.batches")
     return Batches(model, run.data, global_batch, micro_batch)

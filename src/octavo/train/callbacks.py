@@ -175,13 +175,13 @@ class CallbackEvents(Events):
 
     def _stateful(self) -> dict[str, Any]:
         """The callbacks with a state, by class name; numbered from the second of a class on."""
-        found: dict[str, Any] = {}
+        by_name: dict[str, Any] = {}
         for callback in self._callbacks:
             kind = type(callback).__qualname__
             if hasattr(callback, "state_dict"):
-                number = sum(type(each).__qualname__ == kind for each in found.values()) + 1
-                found[kind if number == 1 else f"{kind} {number}"] = callback
-        return found
+                number = sum(type(each).__qualname__ == kind for each in by_name.values()) + 1
+                by_name[kind if number == 1 else f"{kind} {number}"] = callback
+        return by_name
 
     def stepped(self, record: Mapping[str, Any]) -> None:
         """See `Events`."""

@@ -102,10 +102,10 @@ def _router_losses_apart(model: nn.Module) -> Iterator[None]:
 def _router_losses(context: TrainContext) -> float:
     """Router losses, times their coefficients, in the forwards of all ranks since the last call."""
     model = context.model
-    found = model.take_routing() if isinstance(model, Decoder) else None
-    if found is None or not isinstance(model, Decoder):
+    routed = model.take_routing() if isinstance(model, Decoder) else None
+    if routed is None or not isinstance(model, Decoder):
         return 0.0
-    routing = found[0].double()
+    routing = routed[0].double()
     if context.world_group is not None:
         dist.all_reduce(routing, group=context.world_group)
     losses = model.weighted_router_losses(routing)

@@ -64,12 +64,12 @@ def _function(file: Path, wanted: str, key: str) -> Evaluation:
     finally:
         if beside in sys.path:
             sys.path.remove(beside)
-    found = getattr(module, wanted, None)
-    if found is None:
+    function = getattr(module, wanted, None)
+    if function is None:
         functions = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
         raise unknown(f"function of {file.name}", wanted, functions, key="train.eval")
-    check_function(found, key)
-    evaluation: Evaluation = found
+    check_function(function, key)
+    evaluation: Evaluation = function
     return evaluation
 
 
@@ -120,30 +120,30 @@ def figures_of(
             changed the model.
     """
     error: Exception | None = None
-    found: Any = None
+    result: Any = None
     try:
         with unchanged(model, name, alive), torch.no_grad():
-            found = function(model, step)
-        found = _numbers(name, found)
+            result = function(model, step)
+        result = _numbers(name, result)
     except Exception as raised:
         raised.add_note(f"raised in {name} at step {step}")
         vars(raised)["of_user"] = True  # not an error of Octavo
         error = raised
     all_ranks().share_error(error)
-    return {f"{EVALUATION}{key}": value for key, value in _over_ranks(name, found, reduce).items()}
+    return {f"{EVALUATION}{key}": value for key, value in _over_ranks(name, result, reduce).items()}
 
 
-def _numbers(name: str, found: Any) -> dict[str, float]:
-    if not isinstance(found, Mapping):
+def _numbers(name: str, result: Any) -> dict[str, float]:
+    if not isinstance(result, Mapping):
         raise InputError(
-            f'{name} returned {type(found).__name__}: return a dict of names and numbers, such as {{"accuracy": 0.5}}.'
+            f'{name} returned {type(result).__name__}: return a dict of names and numbers, such as {{"accuracy": 0.5}}.'
         )
-    for key in found:
+    for key in result:
         if not isinstance(key, str) or not key.strip():
             raise InputError(
                 f'{name} returned the name {key!r}: a name is text that is not blank, such as {{"accuracy": 0.5}}.'
             )
-    return {key: _number(name, key, value) for key, value in found.items()}
+    return {key: _number(name, key, value) for key, value in result.items()}
 
 
 def _number(name: str, key: str, value: Any) -> float:
@@ -268,12 +268,12 @@ def _sums(model: nn.Module) -> dict[str, int]:
         names.append(key)
         sums.append(own.contiguous().view(bits).sum(dtype=torch.int64))
     on_host: dict[torch.device, list[int]] = {}
-    found: dict[str, int] = {}
+    by_name: dict[str, int] = {}
     for device in {each.device for each in sums}:
         on_host[device] = torch.stack([each for each in sums if each.device == device]).tolist()
     for key, each in zip(names, sums, strict=True):
-        found[key] = on_host[each.device].pop(0)
-    return found
+        by_name[key] = on_host[each.device].pop(0)
+    return by_name
 
 
 def load_functions(config: TrainConfig) -> None:

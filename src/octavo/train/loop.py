@@ -122,11 +122,11 @@ def train_one(
                 documents=config.data.packing == "documents",
                 device=plan.device,
             )
-        found = describe(context.model)
-        if found.gathered:
-            say(console, f"{label}: {found.gathered}")
+        description = describe(context.model)
+        if description.gathered:
+            say(console, f"{label}: {description.gathered}")
         if plan.recipe is not None:
-            share = f"{found.fp8_layers} of {len(found.layers)} matrices"
+            share = f"{description.fp8_layers} of {len(description.layers)} matrices"
             say(console, f"{label}: {share} run in FP8 (octavo describe names them)")
         restore_or_begin(context, latest, config.train.seed, () if changes is None else changes.fresh)
         metrics = opened.enter_context(_open_metrics(folder, done)) if first_rank else None
@@ -277,8 +277,8 @@ def _validate(session: _Session, record: dict[str, Any], *, texts: bool, evaluat
     return is_best
 
 
-def _of_rank_0(found: Validation) -> Validation:
-    return all_ranks().on_rank_0(lambda: found)
+def _of_rank_0(validation: Validation) -> Validation:
+    return all_ranks().on_rank_0(lambda: validation)
 
 
 def _evaluate(session: _Session, record: dict[str, Any]) -> None:
@@ -291,16 +291,16 @@ def _evaluate(session: _Session, record: dict[str, Any]) -> None:
     train, key = context.plan.config.train, session.best.key
     alive = functools.partial(context.watch.phase, "validation")
     alive()
-    found = [(EVALUATE, session.events.evaluate(context.model, step, alive))]
+    evaluations = [(EVALUATE, session.events.evaluate(context.model, step, alive))]
     for name in train.eval_functions:
         called = f"train.eval = {name!r}"
-        found.append((called, figures_of(called, load_function(name), context.model, step, train.eval_reduce, alive)))
+        evaluations.append((called, figures_of(called, load_function(name), context.model, step, train.eval_reduce, alive)))
     if train.lm_eval_names:
         from octavo.train.lm_tasks import run_tasks
 
-        found.append(("lm-eval", run_tasks(context, session.prepared, alive)))
+        evaluations.append(("lm-eval", run_tasks(context, session.prepared, alive)))
     owner: dict[str, str] = {}
-    for name, figures in found:
+    for name, figures in evaluations:
         for figure, value in figures.items():
             if figure in owner:
                 raise InputError(f"{owner[figure]} and {name} both have a figure {figure!r}: rename one of them.")
@@ -358,8 +358,8 @@ def _write_checkpoint(session: _Session, step: int, *, wait: bool) -> Path:
     background = context.plan.config.checkpoint.async_
     rank_files, fault = {}, None
     try:
-        if found := session.events.state():
-            rank_files[CALLBACKS] = found
+        if state := session.events.state():
+            rank_files[CALLBACKS] = state
     except Exception as error:  # from a user's state_dict: save the step first, as after any error of a callback
         fault = error
     path = session.checkpoints.save(

@@ -87,8 +87,8 @@ def overflow_in_fp8(model: nn.Module) -> torch.Tensor | None:
     buffers = _buffers(model, backward_only=True)
     if not buffers:
         return None
-    found = torch.stack([buffer.history.isinf().any() for buffer in buffers]).any()
-    return torch.where(found, math.inf, 0.0)
+    overflow = torch.stack([buffer.history.isinf().any() for buffer in buffers]).any()
+    return torch.where(overflow, math.inf, 0.0)
 
 
 @torch.no_grad()

@@ -186,12 +186,12 @@ class MuonAdamW(AdamW):
             flops = sum(each * iteration_flops(*shape) for each, *shape in one.matrices)
             for start, stop in itertools.pairwise(ends):
                 pieces.append((flops * (stop - start) / rows, one.parameter, start, stop))
-        loads, found = [0.0] * world, dict[nn.Parameter, list[_Slice]]()
+        loads, by_matrix = [0.0] * world, dict[nn.Parameter, list[_Slice]]()
         for cost, parameter, start, stop in sorted(pieces, key=lambda piece: -piece[0]):
             owner = min(range(world), key=loads.__getitem__)
             loads[owner] += cost
-            found.setdefault(parameter, []).append(_Slice(start, stop, owner))
-        return {parameter: sorted(slices, key=lambda each: each.start) for parameter, slices in found.items()}
+            by_matrix.setdefault(parameter, []).append(_Slice(start, stop, owner))
+        return {parameter: sorted(slices, key=lambda each: each.start) for parameter, slices in by_matrix.items()}
 
     @torch.no_grad()
     def _step_matrices(self, groups: list[dict[str, Any]]) -> None:
@@ -298,10 +298,10 @@ class MuonAdamW(AdamW):
 
 def _agree(names: list[str]) -> None:
     """Refuse ranks with different matrices, whose collectives would hang. Collective."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, names)
-    for rank, theirs in enumerate(found):
-        if other := sorted({*theirs} ^ {*found[0]}):
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, names)
+    for rank, theirs in enumerate(of_ranks):
+        if other := sorted({*theirs} ^ {*of_ranks[0]}):
             raise InputError(
                 f"octavo.muon: rank {rank} and rank 0 do not train the same matrices: {some(other)}. Freeze the same "
                 "parameters on all ranks."

@@ -38,8 +38,8 @@ def check_finite(
         return
     bad = [n for n, p in model.named_parameters() if p.grad is not None and not torch.isfinite(local(p.grad)).all()]
     names = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
-    found = [first_nonfinite(model, forwards), f"gradients that are not finite: {names}" if bad else None]
-    where = "".join(f"; {location}" for location in found if location)
+    locations = [first_nonfinite(model, forwards), f"gradients that are not finite: {names}" if bad else None]
+    where = "".join(f"; {location}" for location in locations if location)
     raise NotFinite(
         f"step {step}: loss {loss}, gradient norm {norm}{where}. {advice}Lower optimizer.lr, lengthen optimizer.warmup_steps "
         "or set optimizer.clip, and start again."
@@ -52,12 +52,12 @@ def first_nonfinite(model: nn.Module, forwards: Sequence[Callable[[], Any]]) -> 
 
     All ranks call this, since a forward gathers weights.
     """
-    found: list[str] = []
+    locations: list[str] = []
 
     def hook(name: str, _: nn.Module, __: Any, output: Any) -> None:
         tensors = (x for x in tree_leaves(output) if isinstance(x, torch.Tensor) and x.is_floating_point())
-        if not found and not all(torch.isfinite(x).all() for x in tensors):
-            found.append(f"the first output that is not finite is that of {name}")
+        if not locations and not all(torch.isfinite(x).all() for x in tensors):
+            locations.append(f"the first output that is not finite is that of {name}")
 
     called = ((name, module) for name, module in model.named_modules() if name and not isinstance(module, Uncalled))
     handles = [module.register_forward_hook(partial(hook, name)) for name, module in called]
@@ -70,4 +70,4 @@ def first_nonfinite(model: nn.Module, forwards: Sequence[Callable[[], Any]]) -> 
     weights = [name for name, p in model.named_parameters() if not torch.isfinite(local(p)).all()]
     if weights:
         return f"weights that are not finite: {', '.join(weights[:5])}"
-    return found[0] if found else None
+    return locations[0] if locations else None

@@ -127,14 +127,14 @@ def validation_batches(plan: RunPlan, prepared: PreparedData) -> dict[str, list[
     Raises:
         InputError: a set has no sequence with a target.
     """
-    found = {}
+    batches = {}
     for name, each in prepared.sets.items():
         try:
             loader = _loader(plan, each, "train", weights=())
         except InputError as error:
             raise InputError(f"data.validation.{name}: {error}") from None
-        found[name] = list(loader.validation(plan.config.train.validation_sequences))
-    return found
+        batches[name] = list(loader.validation(plan.config.train.validation_sequences))
+    return batches
 
 
 def _loader(

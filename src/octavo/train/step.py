@@ -157,8 +157,8 @@ def _forward_and_backward(context: TrainContext, batches: Sequence[Batch], targe
 
 def _take_routing(model: nn.Module) -> torch.Tensor | None:
     """The sums of `Decoder.take_routing`, then its two losses, in one row."""
-    found = model.take_routing() if isinstance(model, Decoder) else None
-    return None if found is None else torch.cat([part.flatten() for part in found])
+    parts = model.take_routing() if isinstance(model, Decoder) else None
+    return None if parts is None else torch.cat([part.flatten() for part in parts])
 
 
 def _routing_metrics(model: nn.Module, routed: Sequence[float]) -> dict[str, Any]:
