@@ -125,8 +125,8 @@ class Conversion:
 
 def conversion_of(model: nn.Module) -> Conversion | None:
     """The conversion of a model with Octavo's blocks; None for a model's original code, which has the source's names."""
-    spec, found = vars(model).get("spec"), vars(model).get(_ATTACHED)
-    return conversion(spec) if isinstance(spec, ModelSpec) else found  # only a decoder has a spec
+    spec, attached = vars(model).get("spec"), vars(model).get(_ATTACHED)
+    return conversion(spec) if isinstance(spec, ModelSpec) else attached  # only a decoder has a spec
 
 
 def attach(model: nn.Module, way: Conversion) -> None:
@@ -171,11 +171,11 @@ def check_names_and_shapes(model: nn.Module, weights: Weights) -> None:
         )
     weights.check_present(list(wanted))
     for theirs, (asked, dtype) in wanted.items():
-        found = weights.shape(theirs)
+        stored = weights.shape(theirs)
         _check_kind(theirs, weights, dtype)
-        if found != asked:
+        if stored != asked:
             raise InputError(
-                f"{theirs}: the weights have shape {found}, and the config needs {asked}. Use the config that belongs to these"
+                f"{theirs}: the weights have shape {stored}, and the config needs {asked}. Use the config that belongs to these"
                 f" weights (for a resized or padded vocabulary: vocab_size in config.json)."
             )
 
@@ -271,17 +271,17 @@ def load_pretrained(
     values = read or tensors.__getitem__
     state: dict[str, Tensor] = {}
     for names in pieces:
-        given = {name: values(name).detach().cpu() for name in names}
-        memory = {tensor.untyped_storage().data_ptr() for tensor in given.values()}
-        for name, tensor in theirs(given).items():
+        group = {name: values(name).detach().cpu() for name in names}
+        memory = {tensor.untyped_storage().data_ptr() for tensor in group.values()}
+        for name, tensor in theirs(group).items():
             unshared = tensor.untyped_storage().data_ptr() not in memory and tensor.is_contiguous()
             state[name] = tensor if unshared else tensor.clone(memory_format=torch.contiguous_format)
     config = _config_of(reference, config, tensors)
     with without_progress_bar():
-        model, found = type(reference).from_pretrained(
+        model, loading = type(reference).from_pretrained(
             None, config=config, state_dict=state, dtype=config.dtype, output_loading_info=True
         )
-    lost = {kind: names for kind, names in found.items() if names}
+    lost = {kind: names for kind, names in loading.items() if names}
     assert not lost, lost  # else transformers would fill them with random values
     if generation is not None:
         model.generation_config = copy.deepcopy(generation)
@@ -470,12 +470,12 @@ def _pieces(
             return published(way, group)
         if way is None:
             return dict(group)
-        found = {source: part for name, tensor in group.items() for source, part in way.split(name, tensor).items()}
-        found = found if reference is None else published(reference, found)
+        parts = {source: part for name, tensor in group.items() for source, part in way.split(name, tensor).items()}
+        parts = parts if reference is None else published(reference, parts)
         if encode is None:
-            return found
+            return parts
         ((name, tensor),) = group.items()  # each parameter is a group
-        return encode(name, tensor, found)
+        return encode(name, tensor, parts)
 
     # Only the shapes, without reading: matrices are split on the meta device.
     shapes = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}

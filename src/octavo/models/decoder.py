@@ -272,14 +272,14 @@ class Decoder(PretrainedInterface):
             InputError: as in the forward; or the model trains with router losses, which are part of its
                 built-in loss.
         """
-        given = input_ids, attention_mask, position_ids
+        inputs = input_ids, attention_mask, position_ids
         if isinstance(self, FSDPModule):  # the hooks of its forward gather the weights
             states: BaseModelOutput = self(
-                *given, *behind, is_first_microbatch=is_first_microbatch, **others, **{_STATES: True}
+                *inputs, *behind, is_first_microbatch=is_first_microbatch, **others, **{_STATES: True}
             )
             return states
         refuse_arguments(others, behind)
-        return self._states(*given, is_first_microbatch)
+        return self._states(*inputs, is_first_microbatch)
 
     def _states(
         self, input_ids: Tensor | None, attention_mask: Tensor | None, position_ids: Tensor | None, first: bool | None
@@ -385,8 +385,8 @@ class Decoder(PretrainedInterface):
         if position_ids.device.type != "cpu":
             return packed_pattern(position_ids, len(input_ids), most)
         pattern = pattern_of(position_ids, None, *input_ids.shape)
-        if (found := sum(map(len, pattern.documents)) or len(input_ids)) > most:
-            raise InputError(f"max_documents = {most}, but the positions have {found} documents: give {found} or more.")
+        if (documents := sum(map(len, pattern.documents)) or len(input_ids)) > most:
+            raise InputError(f"max_documents = {most}, but the positions have {documents} documents: give {documents} or more.")
         return pattern, None
 
     @contextlib.contextmanager
@@ -412,9 +412,9 @@ class Decoder(PretrainedInterface):
             return None
         settings = self._settings(next(x.device for x in inputs if isinstance(x, Tensor)))
         code = torch.tensor(zlib.crc32(repr(settings).encode()))
-        given = [*(x if x is None or isinstance(x, Tensor) else torch.tensor(x) for x in inputs), code]
-        of_context = None if self.context is None else self.context.same(*given)
-        of_tensor = None if self.tensor is None else same_numbers(self.tensor.group, *given)
+        tensors = [*(x if x is None or isinstance(x, Tensor) else torch.tensor(x) for x in inputs), code]
+        of_context = None if self.context is None else self.context.same(*tensors)
+        of_tensor = None if self.tensor is None else same_numbers(self.tensor.group, *tensors)
         both = [same for same in (of_context, of_tensor) if same is not None]
         if both[0].is_cuda and self._compared and torch.is_grad_enabled():
             return both[0] if len(both) == 1 else both[0] & both[1]

@@ -121,11 +121,11 @@ def describe(model: nn.Module) -> Description:
 
 
 def _adapters(model: nn.Module) -> str:
-    found = [module for module in model.modules() if isinstance(module, Adapter)]
-    if not found:
+    adapters = [module for module in model.modules() if isinstance(module, Adapter)]
+    if not adapters:
         return ""
-    ranks = " and ".join(map(str, sorted({module.lora_B.shape[1] for module in found})))
-    return f"of rank {ranks} on {len(found)} of the source's matrices, in the dtype of activations"
+    ranks = " and ".join(map(str, sorted({module.lora_B.shape[1] for module in adapters})))
+    return f"of rank {ranks} on {len(adapters)} of the source's matrices, in the dtype of activations"
 
 
 def kernels_on(

@@ -105,9 +105,9 @@ def difference(model: nn.Module, reference: nn.Module, spec: ModelSpec) -> str:
             ):
                 yield f"{name} has other rotary frequencies than the config's"
 
-    found = differences(model, known, other_class, lambda: tensors_of(reference), other_values)
+    differing = differences(model, known, other_class, lambda: tensors_of(reference), other_values)
     loss = ["its loss_function is overridden"] if "_loss_function" in vars(model) else []
-    return next(itertools.chain(_beyond_modules(model.config, spec), found, loss), "")
+    return next(itertools.chain(_beyond_modules(model.config, spec), differing, loss), "")
 
 
 def _beyond_modules(config: Any, spec: ModelSpec) -> Iterator[str]:

@@ -52,10 +52,10 @@ _ADAPTER = re.compile(r"(?P<layer>.+)\.lora(?P<product>|_fc1|_fc2|_router)\.(?P<
 
 def matrix_of(name: str) -> str:
     """The stored name of the parameter to which an adapter's parameter belongs."""
-    found = _ADAPTER.fullmatch(name)
-    assert found is not None, name
-    layer = stored_name(found["layer"])
-    product = found["product"].removeprefix("_")
+    match = _ADAPTER.fullmatch(name)
+    assert match is not None, name
+    layer = stored_name(match["layer"])
+    product = match["product"].removeprefix("_")
     return f"{layer}.{product}_weight" if product else f"{layer}.weight"
 
 
@@ -90,16 +90,16 @@ class NameTable:
 
     def names(self, name: str) -> tuple[str, ...]:
         """The source's names of a parameter; PEFT's for an adapter's."""
-        if (found := _ADAPTER.fullmatch(name)) is not None:
-            matrix = next(one for one in self.names(matrix_of(name)) if leaf_of(one) == found["part"])
-            return (f"{PEFT_PREFIX}{adapter_module(matrix)}.{found['kind']}.weight",)
+        if (match := _ADAPTER.fullmatch(name)) is not None:
+            matrix = next(one for one in self.names(matrix_of(name)) if leaf_of(one) == match["part"])
+            return (f"{PEFT_PREFIX}{adapter_module(matrix)}.{match['kind']}.weight",)
         prefix, entry = self._entry(name)
         return tuple(prefix + part for part in ((entry,) if isinstance(entry, str) else entry.names))
 
     def join(self, name: str) -> Join | None:
         """The order of rows in a joined parameter; None for one matrix of the source."""
-        if (found := _ADAPTER.fullmatch(name)) is not None:
-            stacked = found["kind"] == "lora_B" and self.join(matrix_of(name)) is Join.EXPERTS
+        if (match := _ADAPTER.fullmatch(name)) is not None:
+            stacked = match["kind"] == "lora_B" and self.join(matrix_of(name)) is Join.EXPERTS
             return Join.EXPERT_B if stacked else None
         _, entry = self._entry(name)
         return None if isinstance(entry, str) else entry.join

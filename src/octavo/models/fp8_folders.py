@@ -168,14 +168,14 @@ def scheme_of(config: Mapping[str, Any], owner: str) -> Fp8Scheme | None:
     for part in ("text_config", "llm_config", "language_config"):
         if isinstance(config.get(part), Mapping) and any(config[part].get(key) for key in QUANTIZED_KEYS):
             raise InputError(f"{owner}: config.json has {part}.quantization_config, for one part of the model. {DEQUANTISE}")
-    given = [key for key in QUANTIZED_KEYS if config.get(key)]
-    if not given:
+    keys = [key for key in QUANTIZED_KEYS if config.get(key)]
+    if not keys:
         return None
-    values = config[given[0]]
+    values = config[keys[0]]
     if not isinstance(values, Mapping):
-        raise _refused(owner, f"a {given[0]} of {values!r}")
-    if len(given) > 1 and config[given[1]] != values:
-        raise _refused(owner, f"{given[0]} and {given[1]}, which differ")
+        raise _refused(owner, f"a {keys[0]} of {values!r}")
+    if len(keys) > 1 and config[keys[1]] != values:
+        raise _refused(owner, f"{keys[0]} and {keys[1]}, which differ")
     method = values.get("quant_method")
     if method == _FP8:
         return _fp8_scheme(values, owner)
@@ -196,8 +196,8 @@ def _detail(values: Mapping[str, Any]) -> str:
     keys = ("quant_algo", "quant_type", "bnb_4bit_quant_type", "load_in_4bit", "load_in_8bit", "bits", "w_bit", "group_size")
     nested = values.get("quantization")
     tables = [values, nested] if isinstance(nested, Mapping) else [values]
-    found = {key: one[key] for one in tables for key in keys if one.get(key)}
-    return ", ".join(f"{key} {value}" for key, value in found.items() if not isinstance(value, Mapping))
+    detail = {key: one[key] for one in tables for key in keys if one.get(key)}
+    return ", ".join(f"{key} {value}" for key, value in detail.items() if not isinstance(value, Mapping))
 
 
 def _only(values: Mapping[str, Any], known: Iterable[str], owner: str, where: str) -> None:
@@ -248,8 +248,8 @@ def _compressed_scheme(values: Mapping[str, Any], owner: str) -> Fp8Scheme:
         raise _refused(owner, f"{_COMPRESSED} without config_groups")
     if overall not in (*_BYTES_ALONE, "mixed-precision"):
         raise _refused(owner, f"{_COMPRESSED} of format {overall!r}")
-    found = tuple(_group(name, group, owner, overall) for name, group in groups.items())
-    return Fp8Scheme(_COMPRESSED, found, tuple(values.get("ignore") or ()), bool(values.get("kv_cache_scheme")))
+    of_groups = tuple(_group(name, group, owner, overall) for name, group in groups.items())
+    return Fp8Scheme(_COMPRESSED, of_groups, tuple(values.get("ignore") or ()), bool(values.get("kv_cache_scheme")))
 
 
 def _group(name: str, group: Any, owner: str, overall: str) -> Group:
@@ -300,13 +300,13 @@ def matrices_of(
     """
     if scheme is None:
         return {}, []
-    found: dict[str, Fp8Matrix] = {}
+    matrices: dict[str, Fp8Matrix] = {}
     spare: list[str] = []
     for name, dtype in dtypes.items():
         if dtype.startswith(("F8", "F4", "F6")) and not name.endswith((*SCALES, *_ACTIVATION_SCALES)):
-            found[name] = _matrix(scheme, name, dtype, shapes, dtypes, owner)
-    used = {matrix.scale for matrix in found.values()}
-    if not found:
+            matrices[name] = _matrix(scheme, name, dtype, shapes, dtypes, owner)
+    used = {matrix.scale for matrix in matrices.values()}
+    if not matrices:
         raise InputError(
             f'{owner}: config.json says quant_method "{scheme.method}", and no weight is in FP8: the files are of another '
             "model. Copy the whole folder again; or, if these are the weights in high precision, remove quantization_config "
@@ -320,9 +320,9 @@ def matrices_of(
                 f"{owner}: {name} is a scale, but {module}.weight is {f'of kind {there}, not FP8' if there else 'not there'}:"
                 " its values cannot be known. Copy the whole folder again."
             )
-        if (kind in _ACTIVATION_SCALES and f"{module}.weight" in found) or _CACHE_SCALE.search(name):
+        if (kind in _ACTIVATION_SCALES and f"{module}.weight" in matrices) or _CACHE_SCALE.search(name):
             spare.append(name)
-    return found, spare
+    return matrices, spare
 
 
 def _matrix(

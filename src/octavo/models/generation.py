@@ -38,13 +38,13 @@ class GenerationFile:
 
     def changed(self, values: Mapping[str, Any]) -> GenerationFile:
         """The file with these values changed, None to remove a key; itself if nothing changes."""
-        found = dict(self.values)
+        table = dict(self.values)
         for key, value in values.items():
-            if value is None and found.get(key) is not None:
-                del found[key]
+            if value is None and table.get(key) is not None:
+                del table[key]
             elif value is not None:
-                found[key] = value
-        return self if found == self.values else GenerationFile(json.dumps(found, indent=2) + "\n", found)
+                table[key] = value
+        return self if table == self.values else GenerationFile(json.dumps(table, indent=2) + "\n", table)
 
     def ids(self) -> list[str]:
         """The file's keys with token ids, in order."""
@@ -52,14 +52,14 @@ class GenerationFile:
 
     def accepted(self) -> tuple[GenerationFile, dict[str, str]]:
         """The file without the keys for which transformers refuses it, and the reason for each."""
-        found, refused = self, {}
-        while fault := _fault(found.values):
-            named = [key for key in found.values if re.search(rf"\b{re.escape(key)}\b", fault)]
-            helps = [key for key in found.values if not _fault(found.changed({key: None}).values)]
-            key = next(iter([key for key in named if key in helps] or named or helps or list(found.values)))
+        remaining, refused = self, {}
+        while fault := _fault(remaining.values):
+            named = [key for key in remaining.values if re.search(rf"\b{re.escape(key)}\b", fault)]
+            helps = [key for key in remaining.values if not _fault(remaining.changed({key: None}).values)]
+            key = next(iter([key for key in named if key in helps] or named or helps or list(remaining.values)))
             refused[key] = fault
-            found = found.changed({key: None})
-        return found, refused
+            remaining = remaining.changed({key: None})
+        return remaining, refused
 
 
 def from_model_config(config: Any) -> GenerationFile:
@@ -72,10 +72,10 @@ def with_ends(generation: GenerationFile | None, config: Any, ends: Sequence[int
     """The file with these ids added to eos_token_id; without a file, the one derived from a model's config."""
     if not ends:
         return generation
-    found = from_model_config(config) if generation is None else generation
-    given = found.values.get("eos_token_id", config.eos_token_id)
-    listed = given if isinstance(given, list) else [] if given is None else [given]
-    return found.changed({"eos_token_id": [*listed, *(end for end in ends if end not in listed)]})
+    file = from_model_config(config) if generation is None else generation
+    stated = file.values.get("eos_token_id", config.eos_token_id)
+    listed = stated if isinstance(stated, list) else [] if stated is None else [stated]
+    return file.changed({"eos_token_id": [*listed, *(end for end in ends if end not in listed)]})
 
 
 def load_generation_config(source: str) -> GenerationFile | None:

@@ -96,7 +96,7 @@ def hidden_parameters(model: nn.Module, who: str = 'optimizer.name = "muon"') ->
         )
     way, blocks = conversion_of(model), parameters_of(model)
     exempt = _exempt(model)
-    found: list[HiddenParameter] = []
+    hidden: list[HiddenParameter] = []
     joint: list[str] = []
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad or parameter in exempt or not _IN_BLOCK.search(name):
@@ -108,7 +108,7 @@ def hidden_parameters(model: nn.Module, who: str = 'optimizer.name = "muon"') ->
             joint.append(name)
         if len(shape) == 2:
             lengths, experts = _rows(way, name, shape[0])
-            found.append(HiddenParameter(name, parameter, block, (shape[0], shape[1]), lengths, experts))
+            hidden.append(HiddenParameter(name, parameter, block, (shape[0], shape[1]), lengths, experts))
     if joint:
         raise InputError(
             f"{who}: by their names {some(joint)} of {type(model).__name__}'s original code hold several matrices each, and "
@@ -116,25 +116,25 @@ def hidden_parameters(model: nn.Module, who: str = 'optimizer.name = "muon"') ->
             'Set optimizer.name = "adamw", or use a model '
             "with Octavo's decoder (docs/models.md)."
         )
-    if not found:
+    if not hidden:
         raise InputError(
             f"{who}: {type(model).__name__} trains no matrix in numbered blocks, and the embedding, the output head, "
             'norms, biases and routers are AdamW\'s. Set optimizer.name = "adamw".'
         )
-    return found
+    return hidden
 
 
 def _exempt(model: nn.Module) -> set[nn.Parameter]:
     """Parameters of embeddings, norms and routers, and biases."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    found = set() if head is None else set(head.parameters())
+    exempt = set() if head is None else set(head.parameters())
     for path, module in model.named_modules():
         kind = type(module).__name__
         excluded = isinstance(module, nn.Embedding) or kind.endswith("Norm") or path.rpartition(".")[2] in _ROUTERS
         for leaf, parameter in module.named_parameters(recurse=False):
             if excluded or "bias" in leaf or leaf.startswith("layer_norm") or "router" in leaf:
-                found.add(parameter)
-    return found
+                exempt.add(parameter)
+    return exempt
 
 
 def _rows(way: Conversion | None, name: str, rows: int) -> tuple[tuple[int, ...], int]:

@@ -150,8 +150,8 @@ def check_inputs(
     if len(shape) != 2 or not input_ids.numel():
         raise InputError(f"input_ids has shape {list(shape)}: it is [samples, tokens], with at least one token.")
     shapes = {"attention_mask": (shape,), "position_ids": (shape, (1, shape[1])), "labels": (shape,)}
-    given = {"attention_mask": attention_mask, "position_ids": position_ids, "labels": labels}
-    for name, tensor in given.items():
+    tensors = {"attention_mask": attention_mask, "position_ids": position_ids, "labels": labels}
+    for name, tensor in tensors.items():
         if tensor is not None and not isinstance(tensor, Tensor):
             raise InputError(f"{name} is {_kind(tensor)}: give a tensor [samples, tokens].")
         if tensor is not None and tuple(tensor.shape) not in shapes[name]:

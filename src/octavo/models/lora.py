@@ -98,8 +98,8 @@ def adapt(model: Decoder, options: LoRA) -> None:
     for name, parameter in model.named_parameters():
         if module_of(way.names(name)[0]) in whole:
             parameter.requires_grad_(True)
-    found = Adapted(options, tuple(chosen), tuple(whole), fused=fused)
-    _check_rank(model, way, [*places, *stacked], found)
+    settings = Adapted(options, tuple(chosen), tuple(whole), fused=fused)
+    _check_rank(model, way, [*places, *stacked], settings)
     for name, (layer, attribute) in places.items():
         sources = [module_of(source) for source in way.names(name)]
         if not any(source in chosen for source in sources):
@@ -129,15 +129,15 @@ def adapt(model: Decoder, options: LoRA) -> None:
     for name, (owner, attribute) in stacked.items():
         (source,) = way.names(name)
         if module_of(source) in chosen:
-            _adapt_experts(model, name, owner, attribute, source, found)
-    vars(model)[_ATTACHED] = found
+            _adapt_experts(model, name, owner, attribute, source, settings)
+    vars(model)[_ATTACHED] = settings
 
 
 def _adapt_experts(
-    model: Decoder, name: str, owner: StackedExperts | LayerNormMoE, attribute: str, source: str, found: Adapted
+    model: Decoder, name: str, owner: StackedExperts | LayerNormMoE, attribute: str, source: str, settings: Adapted
 ) -> None:
     """Add adapters to a stacked parameter of experts, or to a router's matrix. source: Hugging Face's name of it."""
-    parameter, options = model.get_parameter(name), found.of(module_of(source))
+    parameter, options = model.get_parameter(name), settings.of(module_of(source))
     how: dict[str, Any] = {"dtype": torch.promote_types(parameter.dtype, torch.float32), "device": parameter.device}
     sizes = parameter.shape[1], parameter.shape[0], options.rank, options.scale
     adapters: StackedAdapters | RouterAdapters
@@ -199,27 +199,27 @@ def _numbers(rows: int) -> Tensor:
 def _rows_of_sources(way: Conversion, held: Conversion, name: str, height: int, part: Part) -> list[Indices]:
     """Rows of each source matrix in this rank's part of a parameter, in the order of its adapters."""
     own = torch.cat([torch.arange(run.start, run.stop) for run in part.indices[0].ranges]).view(-1, 1)
-    found = []
+    rows_of_sources = []
     for whole, mine in zip(way.split(name, _numbers(height)).values(), held.split(name, own).values(), strict=True):
         places = torch.full((height,), -1)
         places[whole.flatten()] = torch.arange(len(whole))
         rows = places[mine.flatten()]
         first = [0, *((rows.diff() != 1).nonzero().flatten() + 1).tolist(), len(rows)]
-        found.append(indices(*((int(rows[a]), int(rows[b - 1]) + 1) for a, b in itertools.pairwise(first))))
-    return found
+        rows_of_sources.append(indices(*((int(rows[a]), int(rows[b - 1]) + 1) for a, b in itertools.pairwise(first))))
+    return rows_of_sources
 
 
-def _check_rank(model: Decoder, way: Conversion, places: Iterable[str], found: Adapted) -> None:
+def _check_rank(model: Decoder, way: Conversion, places: Iterable[str], adapters: Adapted) -> None:
     """Raise an InputError for a rank above the smallest dimension of all adapted matrices.
 
     Routers, which have few rows, get the same rank as the others, as in PEFT.
     """
     least: tuple[int, str, list[int]] | None = None
-    blocks, rank, chosen = parameters_of(model), found.options.rank, set(found.targets)
+    blocks, rank, chosen = parameters_of(model), adapters.options.rank, set(adapters.targets)
     for name in places:
         rows, columns = shape_of(model.get_parameter(name), blocks)
         for source, size in zip(map(module_of, way.names(name)), _sizes(way, name, rows), strict=True):
-            most = min(size, columns) * rank // found.of(source).rank  # fused gate and up have twice the rank
+            most = min(size, columns) * rank // adapters.of(source).rank  # fused gate and up have twice the rank
             if source in chosen and not is_router(source) and (least is None or most < least[0]):
                 least = most, source, [size, columns]
     if least is not None and rank > least[0]:
@@ -283,7 +283,7 @@ def _chosen(
         _check_dropout(options, matrices)
         return dict.fromkeys(possible), bool(matrices)
     others = dict.fromkeys(module_of(source) for name, _ in model.named_parameters() for source in way.names(name))
-    found: set[str] = set()
+    modules: set[str] = set()
     halves: dict[str, set[bool]] = {}
     whole: set[str] = set()
     for pattern in options.targets:
@@ -295,11 +295,11 @@ def _chosen(
                 halves.setdefault(module, set()).update(half)
         if not hits:
             raise _matches_nothing(pattern, possible, others)
-        found |= set(hits)
+        modules |= set(hits)
     fused = {module for module, named_halves in halves.items() if module not in whole and named_halves}
-    _check_experts(found, fused, halves, matrices)
-    _check_dropout(options, [module for module in found if module in matrices or is_router(module)])
-    return {module: None for module in possible if module in found}, bool(fused)
+    _check_experts(modules, fused, halves, matrices)
+    _check_dropout(options, [module for module in modules if module in matrices or is_router(module)])
+    return {module: None for module in possible if module in modules}, bool(fused)
 
 
 def _matches_nothing(pattern: str, possible: Sequence[str], others: Iterable[str]) -> InputError:
@@ -335,7 +335,7 @@ def _half_of(module: str, pattern: str) -> set[bool] | None:
     return set() if matched(DOWNS) else None
 
 
-def _check_experts(found: set[str], fused: set[str], halves: Mapping[str, set[bool]], matrices: set[str]) -> None:
+def _check_experts(modules: set[str], fused: set[str], halves: Mapping[str, set[bool]], matrices: set[str]) -> None:
     """Refuse adapters of experts that PEFT does not support: of the gate alone, of one matrix of two, of different ranks."""
     for module in sorted(fused):
         if len(halves[module]) == 1:
@@ -344,15 +344,15 @@ def _check_experts(found: set[str], fused: set[str], halves: Mapping[str, set[bo
                 f"lora.targets: gate and up of experts are one matrix ({module}), and the targets name one of the two: add "
                 f"{' or '.join(map(repr, missing))}."
             )
-    for module in sorted(matrices & found):
+    for module in sorted(matrices & modules):
         container, _, leaf = module.rpartition(".")
         other = f"{container}.{'down_proj' if leaf == 'gate_up_proj' else 'gate_up_proj'}"
-        if other not in found:
+        if other not in modules:
             raise InputError(
                 f"lora.targets: both matrices of experts have adapters, or none: {module} is named, but not {other}. Add "
                 f"{other.rpartition('.')[2]!r}."
             )
-    if fused and (plain := sorted(one for one in matrices & found if one.endswith("gate_up_proj") and one not in fused)):
+    if fused and (plain := sorted(one for one in matrices & modules if one.endswith("gate_up_proj") and one not in fused)):
         raise InputError(
             f"lora.targets: {min(fused)} has twice the rank, since gate and up are named, and {plain[0]} has not. Use "
             "'gate_up_proj' or 'gate_proj' and 'up_proj' for all layers."
@@ -374,24 +374,24 @@ def _whole(model: Decoder, way: Conversion, patterns: Sequence[str]) -> dict[str
     possible = dict.fromkeys(module_of(way.names(name)[0]) for name, _ in model.named_parameters() if name not in inside)
     ends = [module_of(way.names(name)[0]) for name in ("embedding.weight", "head.weight")] if model.spec.tied else []
     possible |= dict.fromkeys(ends)
-    found: dict[str, None] = {}
+    modules: dict[str, None] = {}
     for pattern in patterns:
         hits = [module for module in possible if _matches(module, pattern)]
         if not hits:
             guess = nearest(pattern.replace("*", ""), [each for one in possible for each in (one.rpartition(".")[2], one)])
             hint = f" The nearest is {guess!r}." if guess else ""
             raise InputError(f"lora.save_whole: {pattern!r} matches none of {some(list(possible), 8)}.{hint}")
-        found |= dict.fromkeys(hits)
-    if tied := [one for one in found if one in ends]:
+        modules |= dict.fromkeys(hits)
+    if tied := [one for one in modules if one in ends]:
         raise InputError(
             f"lora.save_whole: {' and '.join(ends)} are one matrix (tie_word_embeddings), and a folder of adapters would hold "
             f"one of both. Leave {tied[0]} out, or untie them in the model's config.json."
         )
-    return found
+    return modules
 
 
 def settle(model: nn.Module) -> None:
     """Record the fingerprint of the frozen weights once they have values. Collective."""
-    found = adapted(model)
-    assert found is not None
-    vars(model)[_ATTACHED] = dataclasses.replace(found, base=fingerprint(model))
+    adapters = adapted(model)
+    assert adapters is not None
+    vars(model)[_ATTACHED] = dataclasses.replace(adapters, base=fingerprint(model))

@@ -117,15 +117,15 @@ def float32_names(model: nn.Module, dtype: torch.dtype) -> frozenset[str]:
     They are weights and corrections of routers, depending on transformers' version; the model's code mixes them with the other
     dtype. Empty for modules of other libraries.
     """
-    found: set[str] = set()
+    of_float32: set[str] = set()
     for prefix, module in model.named_modules():
         plan = getattr(module, "_get_dtype_plan", None)
         patterns = [re.compile(pattern.replace("*", ".*")) for pattern in (plan(dtype) if plan else ())]
         if patterns:
             named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
             names = (name for name, _ in named if any(pattern.search(name) for pattern in patterns))
-            found.update(f"{prefix}.{name}" if prefix else name for name in names)
-    return frozenset(found)
+            of_float32.update(f"{prefix}.{name}" if prefix else name for name in names)
+    return frozenset(of_float32)
 
 
 def cast(model: nn.Module, params_dtype: torch.dtype | None, buffer_dtype: torch.dtype) -> None:
@@ -190,14 +190,14 @@ def compute_in(model: nn.Module, dtype: torch.dtype, device: torch.device) -> No
 
 def params_dtype_of(model: nn.Module) -> torch.dtype | None:
     """The dtype of a model's parameters, except those of `float32_names`; None if there are several."""
-    found = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-    if others := found.difference(FLOATS):
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    if others := dtypes.difference(FLOATS):
         raise InputError(
             f"{type(model).__name__} has parameters of {', '.join(sorted(map(str, others)))}: Octavo trains "
             f"{', '.join(map(str, FLOATS))}. Set params_dtype=torch.float32; a quantised model has to be dequantised first."
         )
-    for dtype in found - {torch.float32}:
+    for dtype in dtypes - {torch.float32}:
         in_float32 = float32_names(model, dtype)
         if all(p.dtype == dtype for name, p in model.named_parameters() if p.is_floating_point() and name not in in_float32):
             return dtype
-    return found.pop() if len(found) == 1 else None
+    return dtypes.pop() if len(dtypes) == 1 else None

@@ -32,11 +32,11 @@ from octavo.models.lora import Adapted, doubled, module_of
 from octavo.nn.lora import is_adapter
 
 
-def config_of(found: Adapted, way: Conversion, names: Iterable[str], source: str | None) -> dict[str, Any]:
+def config_of(adapters: Adapted, way: Conversion, names: Iterable[str], source: str | None) -> dict[str, Any]:
     """`adapter_config.json`; names: Octavo's names of all parameters. source: where the base comes from."""
     modules = {module_of(theirs) for name in names if not is_adapter(name) for theirs in way.names(name)}
-    options = found.options
-    stacked = [one for one in found.targets if is_of_experts(one) or is_router(one)]
+    options = adapters.options
+    stacked = [one for one in adapters.targets if is_of_experts(one) or is_router(one)]
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -49,13 +49,13 @@ def config_of(found: Adapted, way: Conversion, names: Iterable[str], source: str
         "lora_alpha": options.scale_factor,
         "lora_dropout": options.dropout,
         "use_rslora": options.rslora,
-        "target_modules": _shortened([one for one in found.targets if one not in stacked], modules),
-        **(_of_parameters(found, stacked, modules) if stacked else {}),
-        "modules_to_save": list(found.whole) or None,
+        "target_modules": _shortened([one for one in adapters.targets if one not in stacked], modules),
+        **(_of_parameters(adapters, stacked, modules) if stacked else {}),
+        "modules_to_save": list(adapters.whole) or None,
     }
 
 
-def _of_parameters(found: Adapted, stacked: Sequence[str], modules: Iterable[str]) -> dict[str, Any]:
+def _of_parameters(adapters: Adapted, stacked: Sequence[str], modules: Iterable[str]) -> dict[str, Any]:
     """The keys of `adapter_config.json` for adapted parameters, which PEFT also names by suffix."""
     others = set(modules) - set(stacked)
     short: dict[str, None] = {}
@@ -63,8 +63,8 @@ def _of_parameters(found: Adapted, stacked: Sequence[str], modules: Iterable[str
         end = one[one.index(".mlp.") + 1 :]
         name = one if any(other.endswith(f".{end}") for other in others) else end
         short[name if is_of_experts(one) else f"{name}.weight"] = None
-    twice = doubled(found.options)
-    patterns = {"rank_pattern": {FUSED: twice.rank}, "alpha_pattern": {FUSED: twice.scale_factor}} if found.fused else {}
+    twice = doubled(adapters.options)
+    patterns = {"rank_pattern": {FUSED: twice.rank}, "alpha_pattern": {FUSED: twice.scale_factor}} if adapters.fused else {}
     return {"target_parameters": list(short), **patterns}
 
 
@@ -81,22 +81,22 @@ def _shortened(targets: Sequence[str], modules: Iterable[str]) -> list[str]:
 
 def peft_tensors(tensors: Mapping[str, Tensor], way: Conversion) -> dict[str, Tensor]:
     """Trained tensors by Octavo's names → by the names of PEFT's file."""
-    found: dict[str, Tensor] = {}
+    of_peft: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         for theirs, part in way.split(name, tensor).items():
-            found[theirs if is_adapter(name) else PEFT_PREFIX + theirs] = part.detach().cpu().contiguous()
-    return found
+            of_peft[theirs if is_adapter(name) else PEFT_PREFIX + theirs] = part.detach().cpu().contiguous()
+    return of_peft
 
 
 def write_folder(
-    tensors: Mapping[str, Tensor], found: Adapted, way: Conversion, names: Iterable[str], folder: Path, source: str | None
+    tensors: Mapping[str, Tensor], adapters: Adapted, way: Conversion, names: Iterable[str], folder: Path, source: str | None
 ) -> None:
     """Write PEFT's two files into an existing folder.
 
     tensors: all trained tensors, whole, by Octavo's names. names, source: as in `config_of`.
     """
     save_file(peft_tensors(tensors, way), folder / WEIGHTS, metadata={"format": "pt"})
-    text = json.dumps(config_of(found, way, names, source), indent=2, sort_keys=True)
+    text = json.dumps(config_of(adapters, way, names, source), indent=2, sort_keys=True)
     (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
 
 
@@ -127,11 +127,11 @@ def check_folder(model: Decoder, options: LoRA) -> None:
     path = Path(options.load).expanduser()
     theirs = from_folder(path)
     if (theirs.rank, theirs.scale) != (options.rank, options.scale):
-        given, there = ({"rank": one.rank, "alpha": one.scale_factor, "rslora": one.rslora} for one in (options, theirs))
+        ours, there = ({"rank": one.rank, "alpha": one.scale_factor, "rslora": one.rslora} for one in (options, theirs))
         other = ", ".join(
-            f"lora.{key} = {json.dumps(given[key])}, and in the folder {json.dumps(there[key])}"
-            for key in given
-            if given[key] != there[key]
+            f"lora.{key} = {json.dumps(ours[key])}, and in the folder {json.dumps(there[key])}"
+            for key in ours
+            if ours[key] != there[key]
         )
         raise InputError(
             f"lora.load: the adapters in {path} were trained with other settings: {other}. Remove these keys, so that the "
@@ -228,7 +228,7 @@ def reader(model: Decoder, folder: str | Path) -> dict[str, Callable[[Tensor, in
     return names
 
 
-def merged(name: str, weight: Tensor, tensors: Mapping[str, Tensor], way: Conversion, found: Adapted) -> Tensor:
+def merged(name: str, weight: Tensor, tensors: Mapping[str, Tensor], way: Conversion, adapters: Adapted) -> Tensor:
     """A frozen parameter with its adapters: W + scale · B · A in float32, rounded once to the dtype of W.
 
     name: of the parameter, by its stored name. weight: W [N, K], or [E·N, K] of experts. tensors: the adapters', A [r, K] and
@@ -244,5 +244,5 @@ def merged(name: str, weight: Tensor, tensors: Mapping[str, Tensor], way: Conver
         a, b = a.float(), b.float()
         if part.dim() == 3:  # of experts
             a, b = a.unflatten(0, (part.shape[0], -1)), b.unflatten(1, (-1, part.shape[0])).permute(2, 0, 1)
-        changed[theirs] = (part.float() + found.of(module_of(theirs)).scale * (b @ a)).to(part.dtype)
+        changed[theirs] = (part.float() + adapters.of(module_of(theirs)).scale * (b @ a)).to(part.dtype)
     return way.join(name, tuple(changed.values())) if parts else weight

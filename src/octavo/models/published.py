@@ -155,8 +155,8 @@ class PublishedWeights(Weights):
         """
         kinds: dict[tuple[str, str], dict[int, str]] = {}
         for theirs in itertools.chain.from_iterable(parts.values()):
-            if found := _EXPERT.fullmatch(theirs):
-                before, number, behind = found.groups()
+            if match := _EXPERT.fullmatch(theirs):
+                before, number, behind = match.groups()
                 kinds.setdefault((before, behind), {})[int(number)] = theirs
         for before, pattern in itertools.product({before for before, _ in kinds}, patterns):
             if pattern not in parts and "experts.*" in pattern:
@@ -278,9 +278,9 @@ def groups(model: PreTrainedModel, shapes: Mapping[str, Tensor]) -> list[tuple[s
     for name in shapes:
         first, pattern = rename_source_key(name, [], converters)
         together.setdefault(name if pattern is None else first, []).append(name)
-    found = [tuple(names) for names in together.values()]
-    separately = [published(model, {name: shapes[name] for name in names}) for names in found]
+    grouped = [tuple(names) for names in together.values()]
+    separately = [published(model, {name: shapes[name] for name in names}) for names in grouped]
     merged = {name: tensor.shape for tensors in separately for name, tensor in tensors.items()}
     whole = {name: tensor.shape for name, tensor in published(model, shapes).items()}
     # Some renamings depend on other names: such a model is written from memory.
-    return found if merged == whole and sum(map(len, separately)) == len(whole) else [tuple(shapes)]
+    return grouped if merged == whole and sum(map(len, separately)) == len(whole) else [tuple(shapes)]

@@ -33,7 +33,7 @@ def rate_factors(
     """
     check_rates(rates, layer_decay, keys=keys)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    found = dict.fromkeys(trained, 1.0)
+    by_name = dict.fromkeys(trained, 1.0)
     unused = dict.fromkeys(rates)
     for name, parts in matches(model, rates, key=keys[0]).items():
         if name not in trained:
@@ -48,14 +48,14 @@ def rate_factors(
                 f"{keys[0]} gives {shown}, but they are one parameter here ({name}): give all of them one factor, such as by "
                 f"the pattern {name!r}."
             )
-        found[name] = next(iter(factors.values()))
+        by_name[name] = next(iter(factors.values()))
     if unused:
         pattern = next(iter(unused))
         raise InputError(f"{keys[0]} pattern {pattern!r} matches only frozen parameters, which have no rate. Remove it.")
     if layer_decay != 1:
         depths, blocks = _depths(model, keys[1])
-        found = {name: factor * layer_decay ** (blocks + 1 - depths[name]) for name, factor in found.items()}
-    return found
+        by_name = {name: factor * layer_decay ** (blocks + 1 - depths[name]) for name, factor in by_name.items()}
+    return by_name
 
 
 def check_rates(rates: Any, layer_decay: Any, *, keys: tuple[str, str]) -> None:
@@ -87,8 +87,8 @@ def _depths(model: nn.Module, key: str) -> tuple[dict[str, int], int]:
     }
     outer = [name for name in stacks if not any(name.startswith(f"{other}.") for other in stacks)]
     if len(outer) != 1:
-        found = f"{len(outer)} stacks of blocks ({', '.join(outer)})" if outer else "no stack of blocks"
-        raise InputError(f"{key}: {type(model).__name__} has {found}, but needs exactly one: give rates by pattern instead.")
+        present = f"{len(outer)} stacks of blocks ({', '.join(outer)})" if outer else "no stack of blocks"
+        raise InputError(f"{key}: {type(model).__name__} has {present}, but needs exactly one: give rates by pattern instead.")
     stack, blocks = outer[0], stacks[outer[0]]
     prefix = f"{stack}." if stack else ""
     depths: dict[str, int] = {}

@@ -80,8 +80,8 @@ def attributes_of(model: nn.Module) -> dict[str, dict[str, Any]]:
     return {name: dict(vars(parameter)) for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 
-def carry_attributes(model: nn.Module, given: Mapping[str, Mapping[str, Any]]) -> None:
-    """Copy the attributes of the source's parameters, `given`, to the parameters of a model with Octavo's blocks.
+def carry_attributes(model: nn.Module, attributes: Mapping[str, Mapping[str, Any]]) -> None:
+    """Copy the attributes of the source's parameters, `attributes`, to the parameters of a model with Octavo's blocks.
 
     Attributes with a leading underscore belong to libraries: one that differs between a parameter's matrices is dropped.
 
@@ -92,9 +92,9 @@ def carry_attributes(model: nn.Module, given: Mapping[str, Mapping[str, Any]]) -
     way = conversion_of(model)
     assert way is not None
     for name, parameter in model.named_parameters():
-        parts = [part for part in way.names(name) if part in given]
-        for key in dict.fromkeys(key for part in parts for key in given[part]):
-            values = [given[part].get(key, _ABSENT) for part in parts]
+        parts = [part for part in way.names(name) if part in attributes]
+        for key in dict.fromkeys(key for part in parts for key in attributes[part]):
+            values = [attributes[part].get(key, _ABSENT) for part in parts]
             private = key.startswith("_")
             if any(isinstance(value, Tensor) for value in values):
                 if private:
@@ -115,10 +115,10 @@ def carry_attributes(model: nn.Module, given: Mapping[str, Mapping[str, Any]]) -
                 )
 
 
-def restore_attributes(model: nn.Module, given: Mapping[str, Mapping[str, Any]]) -> None:
+def restore_attributes(model: nn.Module, attributes: Mapping[str, Mapping[str, Any]]) -> None:
     """Restore the attributes of parameters that sharding has replaced, by name."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        for key, value in given.get(name, {}).items():
+        for key, value in attributes.get(name, {}).items():
             vars(parameter).setdefault(key, value)
 
 
@@ -142,9 +142,9 @@ def refuse_hooks(model: nn.Module, prefix: str = "", *, meta: bool = False) -> N
         if not name.startswith(prefix) or (meta and not parameter.is_meta):
             continue
         for kind in ("backward_hooks", "post_accumulate_grad_hooks"):
-            if found := getattr(parameter, f"_{kind}", None):
+            if hooks := getattr(parameter, f"_{kind}", None):
                 method = "register_hook" if kind == "backward_hooks" else "register_post_accumulate_grad_hook"
-                hook = next(iter(found.values()))
+                hook = next(iter(hooks.values()))
                 raise InputError(
                     f"{name} has a hook ({getattr(hook, '__qualname__', hook)}, by {method}), but another tensor will replace "
                     "the parameter, and the hook would never run. Register it on the parameters of the trained model: after "
@@ -161,11 +161,11 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     """
     parameters = dict(model.named_parameters())
     for name, parts in matches(model, patterns, key="train.freeze").items():
-        left = [part for part, found in parts.items() if not found]
+        left = [part for part, hits in parts.items() if not hits]
         if not left:
             parameters[name].requires_grad_(False)
         elif len(left) < len(parts):
-            some = next(pattern for found in parts.values() for pattern in found)
+            some = next(pattern for hits in parts.values() for pattern in hits)
             raise InputError(
                 f"train.freeze: {some!r} does not match {', '.join(left)}, but {', '.join(parts)} are one parameter here "
                 f"({name}): freeze all of them, or none."
@@ -192,17 +192,17 @@ def matches(model: nn.Module, patterns: Iterable[str], *, key: str) -> dict[str,
     known = [alias for name, theirs in names.items() for alias in (name, *theirs)]
     former = {pattern for pattern in patterns if not any(_names(alias, pattern) for alias in known)}
     """Matches of stored names, from older files; used only if no other name matches."""
-    found: dict[str, dict[str, list[str]]] = {}
+    by_parameter: dict[str, dict[str, list[str]]] = {}
     for name, theirs in names.items():
         whole = {p for p in patterns if _names(name, p) or (p in former and _names(stored.get(name, name), p))}
-        found[name] = {part: [p for p in patterns if p in whole or _names(part, p)] for part in theirs or (name,)}
-    matched = {pattern for parts in found.values() for hits in parts.values() for pattern in hits}
+        by_parameter[name] = {part: [p for p in patterns if p in whole or _names(part, p)] for part in theirs or (name,)}
+    matched = {pattern for parts in by_parameter.values() for hits in parts.values() for pattern in hits}
     for pattern in patterns:
         if pattern not in matched:
             guess = nearest(pattern.replace("*", ""), known)
             hint = f" The nearest is {guess!r}." if guess else f" Names are such as {known[-1]!r}."
             raise InputError(f"{key} pattern {pattern!r} matches no parameter.{hint} octavo describe names all matrices.")
-    return found
+    return by_parameter
 
 
 def _refuse_two_meanings(names: Mapping[str, Sequence[str]], pattern: str, key: str) -> None:

@@ -52,15 +52,15 @@ class ResizedWeights(Weights):
         shapes = dict(weights.shapes)
         self.resized: list[str] = []
         for name, tensor in model.state_dict(keep_vars=True).items():
-            found, asked = shapes.get(name), tuple(tensor.shape)
-            if found and weights.kinds[name] == "float" and found[1:] == asked[1:]:
-                if (found[0], asked[0]) == (tokens, vocabulary):
+            stored, asked = shapes.get(name), tuple(tensor.shape)
+            if stored and weights.kinds[name] == "float" and stored[1:] == asked[1:]:
+                if (stored[0], asked[0]) == (tokens, vocabulary):
                     self.resized.append(name)
                     shapes[name] = asked
-                elif asked[0] == vocabulary != found[0]:
+                elif asked[0] == vocabulary != stored[0]:
                     raise InputError(
-                        f"model.resize: {name} of {weights.owner} has {found[0]} rows, and config.json vocab_size = {tokens}. "
-                        f"Set vocab_size = {found[0]} there."
+                        f"model.resize: {name} of {weights.owner} has {stored[0]} rows, and config.json vocab_size = {tokens}. "
+                        f"Set vocab_size = {stored[0]} there."
                     )
         super().__init__(shapes, weights.kinds, weights.owner, "a checkpoint of this model")
         self.optional = weights.optional

@@ -100,13 +100,13 @@ def _overridden(config: Any, overrides: Mapping[str, Any]) -> Any:
     if "head_dim" not in overrides and {"hidden_size", "num_attention_heads"} & set(overrides):
         values.pop("head_dim", None)  # derived from the two that changed
     try:
-        found = AutoConfig.for_model(model_type, **values)
+        hf_config = AutoConfig.for_model(model_type, **values)
     except Exception as error:  # transformers validates with several exception types
         raise InputError(f"model.config: {_reason(error)}") from None
     rope = overrides.get("rope_parameters")
     if isinstance(rope, dict):
-        _check_rope(rope, found.rope_parameters)
-    return found
+        _check_rope(rope, hf_config.rope_parameters)
+    return hf_config
 
 
 def _by_stored_names(overrides: Mapping[str, Any], known: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
@@ -117,17 +117,17 @@ def _by_stored_names(overrides: Mapping[str, Any], known: Mapping[str, Any], nam
     Raises:
         InputError: both names of a key, with different values.
     """
-    found: dict[str, Any] = {}
+    by_stored_name: dict[str, Any] = {}
     for key, value in overrides.items():
         stored = names.get(key, key) if names.get(key) in known else key
-        if stored in found and found[stored] != value:
+        if stored in by_stored_name and by_stored_name[stored] != value:
             other = next(each for each in overrides if each != key and names.get(each, each) == stored)
             raise InputError(
                 f"model.config.{other} = {overrides[other]!r} and model.config.{key} = {value!r} are two names of one key. "
                 "Remove one of the two."
             )
-        found[stored] = value
-    return found
+        by_stored_name[stored] = value
+    return by_stored_name
 
 
 def _joined(old: Any, new: Any) -> Any:
@@ -139,14 +139,14 @@ def _joined(old: Any, new: Any) -> Any:
     return old | {key: _joined(old.get(key), value) for key, value in new.items()}
 
 
-def _check_rope(asked: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+def _check_rope(asked: Mapping[str, Any], resolved: Mapping[str, Any]) -> None:
     """Refuse keys of `rope_parameters` that its type does not read: without scaling, all except the base."""
     if any(isinstance(value, dict) for value in asked.values()):  # a separate table for each kind of layer
         for kind, table in asked.items():
-            _check_rope(table if isinstance(table, dict) else {}, found[kind])
+            _check_rope(table if isinstance(table, dict) else {}, resolved[kind])
         return
     ignored = set(asked) - {"rope_type", "rope_theta", "partial_rotary_factor"}
-    if ignored and found.get("rope_type") == "default":
+    if ignored and resolved.get("rope_type") == "default":
         key = sorted(ignored)[0]
         raise InputError(
             f'model.config.rope_parameters.{key} = {asked[key]!r} has no effect with rope_type = "default", which scales '
@@ -296,14 +296,14 @@ def _read_config(source: str) -> Any:
     path = Path(source) / "config.json"
     if path.is_file():
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            content = json.loads(path.read_text(encoding="utf-8"))
         except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise InputError(
                 f"model.source: {path} is not a Hugging Face config: {error}. Put the model's config there."
             ) from None
         except OSError as error:
             raise InputError(f"model.source: {path} cannot be read: {why_unusable(error)}") from None
-        if not isinstance(found, dict) or not isinstance(kind := found.get("model_type"), str):
+        if not isinstance(content, dict) or not isinstance(kind := content.get("model_type"), str):
             raise InputError(
                 f'model.source: {path} is not a Hugging Face config: it has no "model_type". Give the folder of a model that '
                 "transformers has saved."

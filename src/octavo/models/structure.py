@@ -59,16 +59,16 @@ def tensors_of(model: nn.Module, prefix: str = "") -> Tensors:
     }
 
 
-def tensor_differences(found: Tensors, known: Tensors) -> Iterator[str]:
+def tensor_differences(tensors: Tensors, known: Tensors) -> Iterator[str]:
     """Tensors that differ in name, shape or ties."""
-    for name in [*found, *known]:
-        if name not in known or name not in found:
-            yield f"{name} is {'an extra' if name in found else 'a missing'} parameter"
-        elif found[name][0] != known[name][0]:
-            yield f"{name} has the shape {found[name][0]}, where its config says {known[name][0]}"
-        elif found[name] != known[name]:
-            if found[name][1] != name:
-                yield f"{name} shares the tensor of {found[name][1]}, a tie that is not in the config"
+    for name in [*tensors, *known]:
+        if name not in known or name not in tensors:
+            yield f"{name} is {'an extra' if name in tensors else 'a missing'} parameter"
+        elif tensors[name][0] != known[name][0]:
+            yield f"{name} has the shape {tensors[name][0]}, where its config says {known[name][0]}"
+        elif tensors[name] != known[name]:
+            if tensors[name][1] != name:
+                yield f"{name} shares the tensor of {tensors[name][1]}, a tie that is not in the config"
             else:
                 way = "unless its tie_word_embeddings is False"
                 yield f"{name} is a separate tensor, where the config ties it to {known[name][1]} ({way})"
@@ -219,17 +219,17 @@ def _close(buffer: Tensor, known: Tensor) -> bool:
 
 def warn_of_hooks(model: nn.Module) -> None:
     """Warn about a user's hooks, which no folder holds: some only observe, some change the computation."""
-    found = [
+    hooked = [
         f"{name or 'the model'} ({_origin(hook)})"
         for name, module in model.named_modules()
         for hooks in _HOOKS
         for hook in getattr(module, hooks).values()
         if not _of_library(hook)
     ]
-    if found:
-        more = f", and {len(found) - 1} more" if len(found) > 1 else ""
+    if hooked:
+        more = f", and {len(hooked) - 1} more" if len(hooked) > 1 else ""
         warnings.warn(
-            f"the forward hook of {found[0]}{more} is not written: only the weights are, and the loaded model computes "
+            f"the forward hook of {hooked[0]}{more} is not written: only the weights are, and the loaded model computes "
             "without it.",
             stacklevel=4,
         )

@@ -201,11 +201,11 @@ def _fc1_rows(size: int, gated: bool, rank: int, ranks: int) -> Indices:
     if not gated:
         return indices((first, last))
     whole, of_rank = gate_up_block(size), gate_up_block(size // ranks)
-    found: list[tuple[int, int]] = []
+    ranges: list[tuple[int, int]] = []
     for start in range(first, last, of_rank):
         gate = 2 * whole * (start // whole) + start % whole
-        found += [(gate, gate + of_rank), (gate + whole, gate + whole + of_rank)]
-    return indices(*found)
+        ranges += [(gate, gate + of_rank), (gate + whole, gate + whole + of_rank)]
+    return indices(*ranges)
 
 
 def _stacked_rows(spec: ModelSpec, rank: int, ranks: int) -> Indices:
@@ -232,8 +232,8 @@ def _refuse_embedding(embedding: Any, _: Any) -> None:
         )
 
 
-def _refuse_head(head: Any, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-    if len(given) + len(named) < 2:
+def _refuse_head(head: Any, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+    if len(inputs) + len(named) < 2:
         raise InputError(
             f"the head called directly gives logits of only this rank's words with a {KEY} above 1: model(input_ids).logits "
             "are of all words, and with logits_to_keep of some positions."
@@ -257,10 +257,10 @@ def refuse_other_settings(group: dist.ProcessGroup, settings: Mapping[str, str],
         settings: call → its settings; the same keys on every rank.
         sharing: "the 2 ranks that …".
     """
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, dict(settings), group=group)
-    for name, first in found[0].items():
-        for rank, other in enumerate(found):
+    of_ranks: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(of_ranks, dict(settings), group=group)
+    for name, first in of_ranks[0].items():
+        for rank, other in enumerate(of_ranks):
             if other[name] != first:
                 raise InputError(
                     f"{sharing} differ in {name}: {first} on the first, {other[name]} on rank {rank} of the group. "

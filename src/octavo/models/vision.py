@@ -89,14 +89,14 @@ def original_code_reason(model: nn.Module) -> str:
 def _other_class(name: str, module: nn.Module | None) -> str:
     """A message if the class of a block, or of a part of one, is unknown; else empty."""
     _, _, part = name.removeprefix("blocks.").partition(".")
-    found = None if module is None else class_name(type(module))
-    is_known = name == "blocks" or found in _CLASSES.get(part, (_IDENTITY,))
+    actual = None if module is None else class_name(type(module))
+    is_known = name == "blocks" or actual in _CLASSES.get(part, (_IDENTITY,))
     return "" if is_known else f"{name} is a {type(module).__name__}"
 
 
 def _tensors(blocks: Any) -> Tensors:
     """The tensors of `VIT_NAMES`, by the widths of each block."""
-    found: Tensors = {}
+    tensors: Tensors = {}
     for number, block in enumerate(blocks):
         attn, mlp = block.attn, block.mlp
         dim, width, hidden = attn.qkv.in_features, attn.num_heads * attn.head_dim, mlp.fc1.out_features
@@ -108,10 +108,10 @@ def _tensors(blocks: Any) -> Tensors:
             ("mlp.fc2", dim, (hidden,), mlp.fc1.bias is not None),
         ):
             weight, bias_name = (f"blocks.{number}.{part}.{kind}" for kind in ("weight", "bias"))
-            found[weight] = (rows, *columns), weight
+            tensors[weight] = (rows, *columns), weight
             if bias:
-                found[bias_name] = (rows,), bias_name
-    return found
+                tensors[bias_name] = (rows,), bias_name
+    return tensors
 
 
 def _other_values(name: str, module: Any) -> Iterator[str]:

@@ -251,8 +251,8 @@ def _scheme_in(path: Path) -> str:
     values = _json_object(path)
     inner, maker = values.get("quantization"), values.get("producer")
     tables = [inner if isinstance(inner, dict) else values, maker if isinstance(maker, dict) else {}]
-    found = [tables[1].get("name"), *(tables[0].get(key) for key in ("quant_algo", "quant_method", "bits", "w_bit"))]
-    return f" ({' '.join(str(one) for one in found if one)})" if any(found) else ""
+    names = [tables[1].get("name"), *(tables[0].get(key) for key in ("quant_algo", "quant_method", "bits", "w_bit"))]
+    return f" ({' '.join(str(one) for one in names if one)})" if any(names) else ""
 
 
 def _entry(folder: Path, named: Any) -> str:
@@ -265,9 +265,9 @@ def _entry(folder: Path, named: Any) -> str:
         if not (folder / named).is_file():
             raise InputError(f"{folder / named} is missing, though config.json names it (transformers_weights).")
         return named
-    found = next((name for name in (SINGLE, INDEX) if (folder / name).is_file()), None)
-    if found is not None:
-        return found
+    entry = next((name for name in (SINGLE, INDEX) if (folder / name).is_file()), None)
+    if entry is not None:
+        return entry
     others = sorted(
         p for pattern in ("*", "*/*") for p in folder.glob(pattern) if p.suffix in (".safetensors", ".gguf", *_PICKLES)
     )

@@ -45,7 +45,7 @@ def folder_weights(folder: str | Path, model: nn.Module | None, config: Any = No
         InputError: the folder is of another model, or transformers would not load its safetensors.
     """
     files = WeightFiles(folder)
-    given = isinstance(model, PreTrainedModel)
+    of_transformers = isinstance(model, PreTrainedModel)
     if model is None or isinstance(model, Decoder):
         model = causal_lm_on_meta(config)
     if conversion_of(model) is not None:  # timm's, with the names of the files
@@ -55,7 +55,7 @@ def folder_weights(folder: str | Path, model: nn.Module | None, config: Any = No
     published = PublishedWeights(files, model)
     weights = ResizedWeights(published, model, load_config(str(folder)).vocab_size) if resize else published
     check_names_and_shapes(model, weights)
-    if others and given:  # a run's config is the folder's, with keys changed on purpose
+    if others and of_transformers:  # a run's config is the folder's, with keys changed on purpose
         _warn_once(f"{folder}: its config.json has {others}. The model's config is used.")
     if files.spare:
         _warn_once(
@@ -157,7 +157,7 @@ class WeightLoader:
         """
         parts = self._sources[name]
         sources = {source: self._weights.fp8(source) for source, _, _ in parts}
-        there = {source: found for source, found in sources.items() if found is not None}
+        there = {source: rows for source, rows in sources.items() if rows is not None}
         if not there:
             return None
         if reason := _not_as_stored(parts, there, block=block, power_of_two=power_of_two):
@@ -222,7 +222,7 @@ def _not_as_stored(
     """The reason why a matrix of these parts cannot reuse the bytes and scales of its sources; empty if it can."""
     if len(there) < len({source for source, _, _ in parts}):
         return "parts of which only some are in FP8"
-    matrices = [found.matrix for found in there.values()]
+    matrices = [rows.matrix for rows in there.values()]
     if block:
         if not all(matrix.is_block for matrix in matrices):
             return "other scales than one for each 128 by 128"
@@ -231,7 +231,7 @@ def _not_as_stored(
         return ""
     if any(matrix.group is not None for matrix in matrices):
         return "more than one scale a matrix"
-    scales = [found.scales for found in there.values()]
+    scales = [rows.scales for rows in there.values()]
     if any(not torch.equal(one, scales[0]) for one in scales):
         return "matrices of different scales, which are one here"
     if power_of_two and float(scales[0].frexp()[0]) != 0.5:
