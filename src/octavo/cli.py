@@ -206,9 +206,9 @@ def _train(run_file: str, config: RunConfig, console: Console, stop: StopRequest
     from octavo.run.paths import check_paths
     from octavo.watchdog.processes import signals_held, without_garbage_collection
 
-    if (found := finished(config)) is not None:
+    if (ended := finished(config)) is not None:
         config.tell_notes()
-        result, lines = found
+        result, lines = ended
         console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
         return result
     check_paths(config)
@@ -324,7 +324,7 @@ def verify(
     from octavo.verify.gpu import verify_on_gpus
 
     console = _console(stderr=True, quiet=not _on_terminal())
-    given = [override.partition("=")[0] for override in overrides or ()]
+    overridden = [override.partition("=")[0] for override in overrides or ()]
 
     def say(line: str) -> None:
         console.print(line, markup=False, highlight=False)
@@ -332,7 +332,7 @@ def verify(
     if config is None:
         figures, text = drawn(fuzz or 1, seed or 0, ranks, output=path, resume=resume, say=say)
     else:
-        on_cpus = partial(compared, config, 2 if ranks is None else ranks, given=given, causality=causality)
+        on_cpus = partial(compared, config, 2 if ranks is None else ranks, overridden=overridden, causality=causality)
         figures, text = verify_on_gpus(config, ranks, say=say) if gpu else on_cpus(say=say)
     try:
         _print_to_reader(figures if as_json else text)  # before the file is written, since the disk may be full
@@ -401,16 +401,16 @@ def sample(
     text = prompt_of_stdin() if prompt == "-" else prompt
     settings: dict[str, Any] = {"checkpoint": checkpoint, "tokens": tokens, "temperature": temperature}
     settings |= {"top_p": top_p, "seed": seed}
-    given: list[Any] = [text]
+    prompts: list[Any] = [text]
     if messages is not None:
-        given = list(chats_of(messages))
+        prompts = list(chats_of(messages))
     elif chat:
-        given = [Chat.of({"messages": [{"role": "user", "content": text}]}, "--prompt")]
-    found = samples(source, given, **settings)
+        prompts = [Chat.of({"messages": [{"role": "user", "content": text}]}, "--prompt")]
+    results = samples(source, prompts, **settings)
     if as_json:
-        _print(found[0] if len(found) == 1 else {"conversations": found})
+        _print(results[0] if len(results) == 1 else {"conversations": results})
     else:
-        _print([each["text"] for each in found])
+        _print([each["text"] for each in results])
 
 
 @app.command(epilog="Example: octavo compare runs/demo/bf16 runs/demo --plot curves.png")
@@ -429,12 +429,12 @@ def compare(
 
     if (picture := options.path(plot, "--plot")) is not None:
         check_picture(picture)
-    found = side_by_side([local_path(run, "RUN") for run in runs], last=last)
+    comparison = side_by_side([local_path(run, "RUN") for run in runs], last=last)
     if picture is not None:
-        draw_comparison(found, picture)
-    for warning in found["warnings"]:
+        draw_comparison(comparison, picture)
+    for warning in comparison["warnings"]:
         warn(warning)
-    _print(found if as_json else lines(found))
+    _print(comparison if as_json else lines(comparison))
 
 
 @app.command(epilog="Example: octavo doctor --json")
@@ -442,11 +442,11 @@ def doctor(as_json: AsJson = False) -> None:
     """Show hardware, packages and kernels for training in FP8, and what is missing."""
     from octavo.doctor import examine, render
 
-    found = examine()
+    facts = examine()
     if as_json:
-        _print(found)
+        _print(facts)
     else:
-        render(found, _console())
+        render(facts, _console())
 
 
 @app.command(cls=options.Bench, epilog="Example: octavo bench layers --cases llama-layer")
@@ -465,8 +465,8 @@ def bench(
 
     Comparisons with other libraries are in a clone of Octavo: python -m benchmarks --help. Exit code 1: a case failed.
     """
-    if found := started_by():
-        raise InputError(f"octavo bench is one process, and {found}: start one task.")
+    if tasks := started_by():
+        raise InputError(f"octavo bench is one process, and {tasks}: start one task.")
     from octavo.bench.run import check_figures, render, run_suite
 
     console = _console(stderr=as_json)
@@ -505,14 +505,14 @@ def migrate(
 
     new_run_file = options.path(run_file, "--run-file")
     paths = [local_path(script, "SCRIPT") for script in scripts]
-    found = [read(path, paths) for path in paths]
+    parsed = [read(path, paths) for path in paths]
     if new_run_file is not None:
         from octavo.compat.migrate.run_file import write_run_file
 
-        write_run_file(new_run_file, found, world_size=world_size)
+        write_run_file(new_run_file, parsed, world_size=world_size)
         warn(f"{new_run_file} is written: octavo train {new_run_file} --dry-run")
-    _print(summary(found) if as_json else [line for script in found for line in lines(script)])
-    if new_run_file is None and not all(map(runs_unchanged, found)):
+    _print(summary(parsed) if as_json else [line for script in parsed for line in lines(script)])
+    if new_run_file is None and not all(map(runs_unchanged, parsed)):
         raise typer.Exit(1)
 
 

@@ -289,7 +289,7 @@ def test_degrees_of_the_file_are_lowered_and_those_that_are_given_are_not():
     assert (lowered.parallel.hybrid_shard_degree, lowered.parallel.tensor_parallel_degree) == (1, 2)
     assert len(said) == 2
     with pytest.raises(InputError, match="do not fit 2 ranks"):
-        certificate.verify(config, 2, given=["parallel.tensor_parallel_degree"])
+        certificate.verify(config, 2, overridden=["parallel.tensor_parallel_degree"])
 
 
 def test_a_model_that_keeps_its_own_code_is_refused():

@@ -174,23 +174,23 @@ def _recipe(plan: RunPlan, name: str) -> str | None:
 def memory_of(plan: RunPlan) -> Memory:
     """The estimate of a run compared with its device's memory, and settings that make it fit."""
     setup = setup_of(plan)
-    found, room = _estimate(plan, setup), _of_rank(plan)
-    fits = _fits(found, room)
-    return Memory(found, room, fits, tuple(_options(plan, setup, room)) if fits is False else ())
+    needed, room = _estimate(plan, setup), _of_rank(plan)
+    fits = _fits(needed, room)
+    return Memory(needed, room, fits, tuple(_options(plan, setup, room)) if fits is False else ())
 
 
 def _estimate(plan: RunPlan, setup: Setup) -> Estimate:
     """The estimate; with `train.compare_bf16` or `fp8.schedule` the larger of those with and without FP8."""
-    found = [estimate(setup)]
+    estimates = [estimate(setup)]
     plain = dataclasses.replace(setup, blocks=(), head=False)
     if plan.config.fp8.schedule:  # in some steps weights are gathered in their dtype instead of FP8
-        found.append(estimate(dataclasses.replace(plain, gather_bytes=max(setup.gather_bytes, setup.params_bytes))))
+        estimates.append(estimate(dataclasses.replace(plain, gather_bytes=max(setup.gather_bytes, setup.params_bytes))))
     if plan.config.train.compare_bf16:
         plain = dataclasses.replace(plain, history=0)
         if setup.reshard == plan.gathering.reshard:  # not set by an option: the other training resolves it separately
             plain = dataclasses.replace(plain, reshard=plan.gathering_without_fp8.reshard)
-        found.append(estimate(plain))
-    return max(found, key=lambda one: one.total)
+        estimates.append(estimate(plain))
+    return max(estimates, key=lambda one: one.total)
 
 
 def _of_rank(plan: RunPlan) -> float:
@@ -201,33 +201,33 @@ def _of_rank(plan: RunPlan) -> float:
     return share if limit is None else min(share, limit)
 
 
-def _fits(found: Estimate, room: float) -> bool | None:
-    if not found.complete:
-        return None if found.exact <= USABLE * room else False
-    return found.total <= USABLE * room
+def _fits(needed: Estimate, room: float) -> bool | None:
+    if not needed.complete:
+        return None if needed.exact <= USABLE * room else False
+    return needed.total <= USABLE * room
 
 
 def _options(plan: RunPlan, setup: Setup, room: float) -> list[Option]:
     """The first setting that fits: on these ranks, on the fewest more, with bfloat16 parameters; else a shorter sequence."""
 
-    def fits(found: Estimate) -> bool:
-        return _fits(found, room) is not False
+    def fits(needed: Estimate) -> bool:
+        return _fits(needed, room) is not False
 
     options = [
-        found
+        option
         for tried in (_on_these_ranks(plan, setup), _in_more_parts(plan, setup), _over_tensor_ranks(plan, setup))
-        for found in _first(plan, tried, fits)
+        for option in _first(plan, tried, fits)
     ]
     if options and not any(_SYNC in option.changes for option in options):  # the smallest change of a run with accumulation
         options += _first(plan, _synced(setup), fits)
     if _on_gpu(plan):  # more ranks would share the memory of a CPU
-        options += next((found for ranks in _on_more_ranks(plan, setup) if (found := _first(plan, ranks, fits))), [])
+        options += next((fitting for ranks in _on_more_ranks(plan, setup) if (fitting := _first(plan, ranks, fits))), [])
     if setup.params_bytes == 4 and plan.dtype != torch.float16:
         half = {"model.params_dtype": "bfloat16"}
         other = dataclasses.replace(plan, config=with_values(plan.config, half))
         smaller = dataclasses.replace(setup, params_bytes=2, reshard=other.gathering.reshard)
         options += _first(plan, [one.beside(half) for one in _on_these_ranks(other, smaller)], fits)
-    return options or next((found for tried in _shorter(plan, setup) if (found := _first(plan, tried, fits))), [])
+    return options or next((fitting for tried in _shorter(plan, setup) if (fitting := _first(plan, tried, fits))), [])
 
 
 def _synced(setup: Setup) -> list[_Tried]:
@@ -266,8 +266,8 @@ def _first(plan: RunPlan, tried: Iterable[_Tried], fits: Callable[[Estimate], bo
     for one in sorted(tried, key=lambda one: (round(one.cost, 6), len(one.changes))):
         if id(one.least) not in possible:
             possible[id(one.least)] = any(fits(_estimate(plan, least)) for least in one.least)
-        if one.changes and possible[id(one.least)] and fits(found := _estimate(plan, one.setup)):
-            return [Option(one.changes, found)]
+        if one.changes and possible[id(one.least)] and fits(needed := _estimate(plan, one.setup)):
+            return [Option(one.changes, needed)]
     return []
 
 
@@ -278,7 +278,7 @@ def _on_gpu(plan: RunPlan) -> bool:
 def _on_these_ranks(plan: RunPlan, setup: Setup) -> list[_Tried]:
     """All settings on the same ranks, with the same number of ranks per sequence."""
     samples = setup.world // (setup.context * setup.tensor)
-    return [one for found in _layouts(plan, setup) for one in _settings(plan, *found, samples)]
+    return [one for layout in _layouts(plan, setup) for one in _settings(plan, *layout, samples)]
 
 
 def _in_more_parts(plan: RunPlan, setup: Setup) -> list[_Tried]:
@@ -297,8 +297,8 @@ def _in_more_parts(plan: RunPlan, setup: Setup) -> list[_Tried]:
         except InputError:
             continue
         cost = COSTS["context"] * math.log2(degree / setup.context)
-        for found, changes, more in _layouts(plan, dataclasses.replace(setup, context=degree)):
-            settings = _settings(plan, found, {_CONTEXT: degree, **changes}, more + cost, samples)
+        for layout, changes, more in _layouts(plan, dataclasses.replace(setup, context=degree)):
+            settings = _settings(plan, layout, {_CONTEXT: degree, **changes}, more + cost, samples)
             tried += settings
     return tried
 
@@ -384,7 +384,7 @@ def _settings(plan: RunPlan, setup: Setup, changes: Mapping[str, Any], cost: flo
     syncs = (False, True) if setup.sharded and setup.shard > 1 and not setup.syncs else (setup.syncs,)
     parts = (setup.mlp_chunks,) if original_code or experts or setup.mlp_chunks > 1 else (1, CHUNKS)
     before = plan.accumulation
-    found: list[_Tried] = []
+    candidates: list[_Tried] = []
     for micro in _micro_batches(share, setup.micro_batch):
         of_micro = dataclasses.replace(setup, micro_batch=micro, accumulates=share > micro)
         least = tuple(
@@ -421,8 +421,8 @@ def _settings(plan: RunPlan, setup: Setup, changes: Mapping[str, Any], cost: flo
                 total += _OFFLOADS[recompute]
             tried: dict[str, Any] = {"recompute": recompute, "mlp_chunks": chunks, "offload": offload}
             tried |= {"reshard": reshard, "syncs": sync}
-            found.append(_Tried(total, {**changes, **step_changes}, dataclasses.replace(of_micro, **tried), least))
-    return found
+            candidates.append(_Tried(total, {**changes, **step_changes}, dataclasses.replace(of_micro, **tried), least))
+    return candidates
 
 
 def _micro_batches(share: int, micro: int) -> list[int]:
@@ -435,34 +435,34 @@ def _micro_batches(share: int, micro: int) -> list[int]:
     return [size for size in divisors(share) if size <= micro or size == share]
 
 
-def figures(plan: RunPlan, found: Memory) -> dict[str, Any]:
+def figures(plan: RunPlan, memory: Memory) -> dict[str, Any]:
     """A run's memory for `--json`, in GiB."""
-    known = found.estimate.complete
+    known = memory.estimate.complete
     return {
         "device": plan.hardware.name,
         "ranks": plan.degrees.world,
-        "device_gib": found.of_rank / GIB,
-        "usable_gib": USABLE * found.of_rank / GIB,
-        "parts_gib": {part: found.estimate.parts[part] / GIB if part in found.estimate.parts else None for part in PARTS},
-        "exact_gib": found.estimate.exact / GIB,
-        "total_gib": found.estimate.total / GIB if known else None,
-        "host_gib": found.estimate.host / GIB,
+        "device_gib": memory.of_rank / GIB,
+        "usable_gib": USABLE * memory.of_rank / GIB,
+        "parts_gib": {part: memory.estimate.parts[part] / GIB if part in memory.estimate.parts else None for part in PARTS},
+        "exact_gib": memory.estimate.exact / GIB,
+        "total_gib": memory.estimate.total / GIB if known else None,
+        "host_gib": memory.estimate.host / GIB,
         "reshard_after_forward": plan.gathering.reshard if plan.degrees.world > 1 else None,
-        "peak": found.estimate.moment if known else None,
-        "fits": found.fits,
+        "peak": memory.estimate.moment if known else None,
+        "fits": memory.fits,
         "options": [
             {"changes": dict(option.changes), "total_gib": option.estimate.total / GIB if known else None}
-            for option in found.options
+            for option in memory.options
         ],
     }
 
 
-def lines(plan: RunPlan, found: Memory) -> list[str]:
+def lines(plan: RunPlan, memory: Memory) -> list[str]:
     """A run's memory as lines of text."""
-    estimate, usable = found.estimate, size(USABLE * found.of_rank)
+    estimate, usable = memory.estimate, size(USABLE * memory.of_rank)
     each = "" if plan.degrees.world == 1 else f" on each of {plan.degrees.world} ranks"
-    fits = "does not fit" if found.fits is False else "fits"
-    room = f"{plan.hardware.name} with {size(found.of_rank)}"
+    fits = "does not fit" if memory.fits is False else "fits"
+    room = f"{plan.hardware.name} with {size(memory.of_rank)}"
     parts = ", ".join(f"{part} {size(count)}" for part, count in estimate.parts.items() if count)
     if estimate.complete:
         text = [
@@ -477,9 +477,9 @@ def lines(plan: RunPlan, found: Memory) -> list[str]:
         text.append(f"            and {size(estimate.host)} of host memory for each rank's offloaded activations")
     if plan.hardware.kind == "cpu":
         text.append("            for a GPU's kernels; a CPU's need more")
-    if found.fits is False:
+    if memory.fits is False:
         text.append(f"            at most {usable} fit, the rest is for libraries and fragments; the run fits with")
-        text += [f"            - {option}" for option in found.options] or [f"            - {_nothing(plan)}"]
+        text += [f"            - {option}" for option in memory.options] or [f"            - {_nothing(plan)}"]
     gathered = [f"gathered    {plan.gathering.why}"] if plan.degrees.world > 1 and plan.gathering.why else []
     return [*gathered, *text]
 
@@ -512,8 +512,8 @@ def out_of_memory(error: BaseException, plan: RunPlan) -> OctavoError | None:
     on_gpu = isinstance(error, torch.OutOfMemoryError) or _GPU_FULL.search(text) is not None
     if not (on_gpu or isinstance(error, MemoryError) or _CPU_FULL.search(text)):
         return None
-    found = memory_of(plan)
-    estimate = found.estimate
+    memory = memory_of(plan)
+    estimate = memory.estimate
     total, free = torch.cuda.mem_get_info(plan.device)[::-1] if on_gpu and torch.cuda.is_available() else _host_memory()
     asked = _ASKED.search(text)
     wanted = f" for {asked['size']}" if asked else ""
@@ -524,25 +524,25 @@ def out_of_memory(error: BaseException, plan: RunPlan) -> OctavoError | None:
     known = f"{size(estimate.total)} a rank" + ("" if estimate.complete else " and activations (unknown for its original code)")
     message = (
         f"out of memory{wanted}: {place} has {size(total)}, {size(total - free)} in use. The run's estimate is {known}: "
-        f"{parts}. {_advice(plan, found)}"
+        f"{parts}. {_advice(plan, memory)}"
     )
     if plan.graph and on_gpu:
         message += " Recorded steps reserve memory in addition to validation's: train.graph = false frees it."
     return OctavoError(message)
 
 
-def _advice(plan: RunPlan, found: Memory) -> str:
+def _advice(plan: RunPlan, memory: Memory) -> str:
     """The key to lower after memory ran out: the run's first option, else the first setting that saves a tenth."""
-    options = list(found.options)
-    if not options and found.fits is not False:
+    options = list(memory.options)
+    if not options and memory.fits is not False:
         setup = setup_of(plan)
         for tried in (_on_these_ranks(plan, setup), _in_more_parts(plan, setup)):
-            options += _first(plan, tried, lambda less: less.total <= 0.9 * found.estimate.total)
+            options += _first(plan, tried, lambda less: less.total <= 0.9 * memory.estimate.total)
     option = next(iter(options), None)
     if option is None:
-        if found.fits is False:
+        if memory.fits is False:
             return "No setting on these ranks fits: use more ranks, or a smaller model."
-        return f"Lower {'data.sequence_length' if found.estimate.complete else 'train.micro_batch or data.sequence_length'}."
+        return f"Lower {'data.sequence_length' if memory.estimate.complete else 'train.micro_batch or data.sequence_length'}."
     new = [key for key in option.changes if key != "ranks" and not any(fnmatch(key, pattern) for pattern in CHANGEABLE)]
     after = f"It is then a new run: set train.output too ({new[0]} may not change)" if new else "The run then continues"
     verb = "Start" if "ranks" in option.changes else "Set"

@@ -39,13 +39,13 @@ def target(world_size: int | None, gpu: str | None) -> Target:
     """
     if world_size is not None and world_size < 1:
         raise InputError(f"--world-size {world_size}: a run has at least 1 rank.")
-    found = None if gpu is None else lookup(gpu)
-    if gpu is not None and found is None:
+    known = None if gpu is None else lookup(gpu)
+    if gpu is not None and known is None:
         several = [one.name for one in GPUS if gpu.strip() and one.name.casefold().startswith(gpu.strip().casefold())]
         if several:
             raise InputError(f"--gpu {gpu!r} is the beginning of several GPUs: {', '.join(several)}. Give one of them.")
         raise unknown("GPU", gpu, (one.name for one in GPUS), key="--gpu")
-    return Target(world_size, found)
+    return Target(world_size, known)
 
 
 def dry_run(plan: RunPlan) -> tuple[dict[str, Any], list[str]]:
@@ -66,7 +66,7 @@ def dry_run(plan: RunPlan) -> tuple[dict[str, Any], list[str]]:
         by_source = {each.source: each.epochs for each in each_source} if config.data.weights else {}
     unused = unused_sources(config.data, samples) if samples else ""
     notices = Corpus(config.data).notices
-    found = advice.memory_of(plan)
+    memory = advice.memory_of(plan)
     active = parameters - inactive_parameters(plan.hf_config)
     figures = {
         "config": config.model_dump(mode="json"),
@@ -76,7 +76,7 @@ def dry_run(plan: RunPlan) -> tuple[dict[str, Any], list[str]]:
         "active_parameters": active,
         "frozen": plan.frozen,
         **({"tokens_added": plan.tokens_added} if plan.tokens_added else {}),
-        "memory": advice.figures(plan, found),
+        "memory": advice.figures(plan, memory),
         **({"muon": dataclasses.asdict(plan.muon)} if plan.muon is not None else {}),
         "batch": {
             "global_batch": train.global_batch,
@@ -110,7 +110,7 @@ def dry_run(plan: RunPlan) -> tuple[dict[str, Any], list[str]]:
         *(f"data        {notice}" for notice in notices),
         f"output      {config.output}",
         *([f"muon        {_of_muon(plan, plan.muon, tokens_per_step)}"] if plan.muon is not None else []),
-        *advice.lines(plan, found),
+        *advice.lines(plan, memory),
     ]
     return figures, text
 
@@ -132,20 +132,20 @@ def describe_run(run: Path, overrides: Sequence[str] = (), target: Target | None
         InputError: there is no run, overrides are given for a run's folder, or the run file is wrong.
     """
     plan = _plan(run, overrides, target or Target())
-    found, held = _description(plan), advice.memory_of(plan)
+    description, held = _description(plan), advice.memory_of(plan)
     recipe = None if plan.recipe is None else plan.recipe.name
     figures = {
         "run": str(run),
         "model": plan.config.model.source,
-        "own_code": found.own_code or None,
+        "own_code": description.own_code or None,
         "device": plan.hardware.name,
         "fp8": plan.fp8_note,
         "recipe": recipe,
         "head": plan.fp8_head if plan.recipe is not None else False,
         "parameters": plan.parameters,
         "frozen": plan.frozen,
-        "fp8_matrices": found.fp8_layers,
-        "matrices": [dataclasses.asdict(layer) for layer in found.layers],
+        "fp8_matrices": description.fp8_layers,
+        "matrices": [dataclasses.asdict(layer) for layer in description.layers],
         "memory": advice.figures(plan, held),
     }
     head = {True: "logits and gradients in FP8", "backward": "gradients in FP8, logits in high precision"}
@@ -157,7 +157,7 @@ def describe_run(run: Path, overrides: Sequence[str] = (), target: Target | None
         f"parameters  {plan.parameters:,}{_frozen(plan)}",
         *advice.lines(plan, held),
         "",
-        str(found),
+        str(description),
     ]
     return figures, text
 
@@ -207,8 +207,8 @@ def _without_weights(config: RunConfig) -> RunConfig:
 def _description(plan: RunPlan) -> Description:
     """`octavo.describe` of the run's model, by the precision and on the device of the run."""
     model = plan.model_on_meta
-    found = describe(model)
-    layers = found.layers
+    description = describe(model)
+    layers = description.layers
     if plan.recipe is None:
         layers = tuple(
             dataclasses.replace(layer, fp8=False, reason=plan.fp8_note if layer.fp8 else layer.reason) for layer in layers
@@ -222,4 +222,4 @@ def _description(plan: RunPlan) -> Description:
         kind, capability, model, native=native, shared=shared, repeats=repeats, recorded=recorded
     )
     products = products if plan.recipe is not None else plan.fp8_note
-    return dataclasses.replace(found, layers=layers, products=products, attention=attention)
+    return dataclasses.replace(description, layers=layers, products=products, attention=attention)

@@ -155,7 +155,7 @@ def cached_timings(
     pairs: Iterable[tuple[LinearShape, Recipe]], setting: Setting, timer: Timer
 ) -> dict[tuple[LinearShape, Recipe], Timing]:
     """Timings of shapes under recipes, from this machine's cache, else measured by `timer` and cached."""
-    found: dict[tuple[LinearShape, Recipe], Timing] = {}
+    timings: dict[tuple[LinearShape, Recipe], Timing] = {}
     for shape, recipe in sorted(set(pairs), key=repr):
         key = _key(recipe, setting)
         path = cache_folder() / f"fp8-auto-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]}.json"
@@ -163,8 +163,8 @@ def cached_timings(
         if shape not in known:
             known[shape] = timer(shape, recipe)
             _write_timings(path, key, known)
-        found[shape, recipe] = known[shape]
-    return found
+        timings[shape, recipe] = known[shape]
+    return timings
 
 
 def reason_to_exclude(shape: LinearShape, timing: Timing, dtype: torch.dtype) -> str:

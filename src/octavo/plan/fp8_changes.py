@@ -102,14 +102,14 @@ def _model_of(plan: RunPlan, config: RunConfig) -> nn.Module:
 
 def _recipes(model: nn.Module, recipe: Recipe | None) -> dict[str, Any]:
     """Each layer's recipe, without settings that do not affect its scales, and the head's FP8 products."""
-    found: dict[str, Any] = {}
+    recipes: dict[str, Any] = {}
     for name, state in states_of(model):
         of_layer: Any = state.under(recipe)
         if of_layer is not None and hasattr(of_layer, "fast_accumulation"):
             of_layer = dataclasses.replace(of_layer, fast_accumulation=False)
         is_head = isinstance(model, Decoder) and name == "head"
-        found[name] = (of_layer, model.fp8_head) if is_head and of_layer is not None else of_layer
-    return found
+        recipes[name] = (of_layer, model.fp8_head) if is_head and of_layer is not None else of_layer
+    return recipes
 
 
 def _refuse(plan: RunPlan, before: RunConfig, keys: Mapping[str, tuple[Any, Any]], done: int) -> None:

@@ -36,7 +36,7 @@ class PrecisionSchedule:
 
     def until(self, last: int) -> dict[ModuleState, list[range]]:
         """The steps without FP8 up to step `last`, as disjoint ranges, for each layer that has any."""
-        found: dict[ModuleState, list[range]] = {}
+        by_state: dict[ModuleState, list[range]] = {}
         for state, ranges in self._steps.items():
             joined: list[range] = []
             for each in sorted(
@@ -47,8 +47,8 @@ class PrecisionSchedule:
                 elif each:
                     joined.append(each)
             if joined:
-                found[state] = joined
-        return found
+                by_state[state] = joined
+        return by_state
 
     def leaves_none(self, states: Iterable[ModuleState]) -> bool:
         """True if each of these layers runs without FP8 in every step of the run."""

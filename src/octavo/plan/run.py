@@ -433,14 +433,14 @@ def _frozen(model: torch.nn.Module) -> int:
 
 def _layers(model: torch.nn.Module, recipe: Recipe) -> dict[str, Fp8Layer]:
     """The layers of a model that can run in FP8, without the head, which has a separate key."""
-    found = {}
+    layers = {}
     for name, state in states_of(model):
         if (weight := state.weight) is not None and not (isinstance(model, Decoder) and name == "head"):
             # For experts one matrix: together they have as many rows as a separate layer would.
             shape = weight.shape[0] // (state.experts or 1), weight.shape[1]
             visits = model.spec.top_k if isinstance(model, Decoder) and state.experts else 1
-            found[name] = Fp8Layer(shape, state.under(recipe), visits)
-    return found
+            layers[name] = Fp8Layer(shape, state.under(recipe), visits)
+    return layers
 
 
 def _fp8_head(model: torch.nn.Module, recipe: Recipe) -> bool | Literal["backward"]:
@@ -490,9 +490,9 @@ def _world() -> int:
     adopt_ranks(meet=False)
     world, rank = rank_variable("WORLD_SIZE", 1), rank_variable("RANK", 0)
     if not 0 <= rank < world:
-        given = f"WORLD_SIZE = {world}" if "WORLD_SIZE" in os.environ else "WORLD_SIZE is not set"
+        stated = f"WORLD_SIZE = {world}" if "WORLD_SIZE" in os.environ else "WORLD_SIZE is not set"
         raise InputError(
-            f"RANK = {rank} in the environment, but {given}: ranks count from 0 to WORLD_SIZE - 1. Start the ranks with "
+            f"RANK = {rank} in the environment, but {stated}: ranks count from 0 to WORLD_SIZE - 1. Start the ranks with "
             "torchrun or srun, or unset RANK for one rank."
         )
     return world
@@ -567,8 +567,8 @@ def _check_dispatch(config: RunConfig, model: torch.nn.Module, recipe: Recipe) -
 
 def _expert_ranks(model: torch.nn.Module) -> tuple[int, int]:
     """The adapter ranks of both products of experts; 0 without adapters."""
-    found = [one.adapters for one in model.modules() if isinstance(one, StackedExperts) and one.adapters]
-    return (found[0][0].rank, found[0][1].rank) if found else (0, 0)
+    adapters = [one.adapters for one in model.modules() if isinstance(one, StackedExperts) and one.adapters]
+    return (adapters[0][0].rank, adapters[0][1].rank) if adapters else (0, 0)
 
 
 def _token_flops(config: RunConfig, hf_config: Any, model: torch.nn.Module) -> flops.TokenFlops | None:

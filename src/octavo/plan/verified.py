@@ -83,16 +83,16 @@ def refuse_unverified(config: RunConfig, degrees: Degrees) -> None:
     for key in sorted({*here, *there}):
         in_order = key in _IN_ORDER
         if json.dumps(here.get(key), sort_keys=not in_order) != json.dumps(there.get(key), sort_keys=not in_order):
-            found, wanted = json.dumps(there.get(key)), json.dumps(here.get(key))
-            raise InputError(f"{asked} verified {key} = {found}, but the run has {wanted}. {run}, with the run's other keys.")
+            by_file, wanted = json.dumps(there.get(key)), json.dumps(here.get(key))
+            raise InputError(f"{asked} verified {key} = {by_file}, but the run has {wanted}. {run}, with the run's other keys.")
     verified = Degrees(**figures["degrees"])
     for name in ("tensor", "context", "expert"):
-        if (found := getattr(verified, name)) != (wanted := getattr(degrees, name)):
-            raise InputError(f"{asked} verified {name} degree {found}, but the run has {wanted}. {run}.")
+        if (by_file := getattr(verified, name)) != (wanted := getattr(degrees, name)):
+            raise InputError(f"{asked} verified {name} degree {by_file}, but the run has {wanted}. {run}.")
     for name in ("replicate", "shard"):
         if (getattr(degrees, name) > 1) != (getattr(verified, name) > 1):
-            found, wanted = getattr(verified, name), getattr(degrees, name)
-            raise InputError(f"{asked} verified {name} degree {found}, but the run has {wanted}. {run}.")
+            by_file, wanted = getattr(verified, name), getattr(degrees, name)
+            raise InputError(f"{asked} verified {name} degree {by_file}, but the run has {wanted}. {run}.")
 
 
 def _remedy(degrees: Degrees, path: Path) -> str:
@@ -106,13 +106,13 @@ def _remedy(degrees: Degrees, path: Path) -> str:
     few = dataclasses.replace(degrees, hybrid_shard=shards * degrees.context)
     replicas = min(degrees.replicate, 2)
     sizes = (few.hybrid_shard if replicas > 1 else 0, few.tensor, few.context, few.expert)
-    given = [f"parallel.{key}={size}" for key, size in zip(DEGREES, sizes, strict=True) if size > (key != DEGREES[0])]
+    overrides = [f"parallel.{key}={size}" for key, size in zip(DEGREES, sizes, strict=True) if size > (key != DEGREES[0])]
     if (ranks := replicas * few.hybrid_shard * few.tensor) > MOST_CPU_RANKS:
         raise InputError(
             f"train.verify: octavo verify starts at most {MOST_CPU_RANKS} processes, and this run's tensor, context and expert "
             f"degrees need {ranks}: verify smaller ones, and set train.verify = false."
         )
-    return " ".join(["Run octavo verify RUN.toml --ranks", str(ranks), "--output", str(path), *given])
+    return " ".join(["Run octavo verify RUN.toml --ranks", str(ranks), "--output", str(path), *overrides])
 
 
 def _read(path: Path, asked: str, run: str) -> Mapping[str, Any]:

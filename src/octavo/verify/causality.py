@@ -59,7 +59,7 @@ def changed(batch: Batch, logits: Callable[[Tensor], Tensor], *, documents: bool
         logits: evaluates token ids [B, T] → logits, float [B, T, words].
         documents: each sequence of the batch has a second document.
     """
-    ids, found = batch.input_ids, dict[str, Tensor]()
+    ids, by_name = batch.input_ids, dict[str, Tensor]()
     others, wanted = torch.where(ids == ids.max(), ids.min(), ids + 1), logits(ids)
     if (others == ids).any():
         raise ValueError("all samples have the same token: none can be replaced")
@@ -74,9 +74,9 @@ def changed(batch: Batch, logits: Callable[[Tensor], Tensor], *, documents: bool
         # Changes in other sequences or on other ranks have no first position in this one.
         first = int(change.others[row].int().argmax()) if change.others[row].any() else -1
         largest = _of_all_ranks(torch.tensor([of_tokens[row, token] / size, token, first], dtype=torch.float64))
-        if change.name not in found or largest[0] > found[change.name][0]:
-            found[change.name] = largest
-    return found
+        if change.name not in by_name or largest[0] > by_name[change.name][0]:
+            by_name[change.name] = largest
+    return by_name
 
 
 def _of_all_ranks(here: Tensor) -> Tensor:

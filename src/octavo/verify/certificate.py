@@ -113,7 +113,7 @@ def verify(
     config: RunConfig,
     ranks: int,
     *,
-    given: Sequence[str] = (),
+    overridden: Sequence[str] = (),
     causality: bool = False,
     seeds: Sequence[int] | None = None,
     pool: Pool | None = None,
@@ -124,7 +124,7 @@ def verify(
     Args:
         config: the run. Its model, data and weights are not read.
         ranks: number of CPU ranks, at least two.
-        given: keys from the command line. Their degrees must fit the ranks; degrees of the run file are lowered to divisors.
+        overridden: keys from the command line. Their degrees must fit the ranks; the run file's are lowered to divisors.
         causality: also check that other tokens do not change logits that they must not.
         seeds: number of seeds of weights and samples, with one training each; None: three.
         pool: starts the ranks; None: a pool for this verification.
@@ -138,7 +138,7 @@ def verify(
     hf_config = load_config(config.model.source, config.model.config)
     spec, reason = (None, 'blocks = "own"') if config.model.blocks == "own" else decoder_spec(hf_config)
     spec = check_small(spec, hf_config.model_type, reason)
-    config, lowered = _lowered(with_packing_of_format(config), ranks, given)
+    config, lowered = _lowered(with_packing_of_format(config), ranks, overridden)
     run = without_files(with_values(config, {"train.global_batch": ranks, "train.micro_batch": 1}))
     degrees = check(run, target=Target(world_size=ranks), notes=False).degrees
     config.tell_notes(ranks)
@@ -246,7 +246,7 @@ def tasks(
     whole = load_config(config.model.source, config.model.config)
     config, layers = with_few_layers(config, whole, spec, experts_of(spec, degrees))
     rows = math.lcm(MICRO_BATCH * degrees.data, other.data)
-    found: dict[str, tuple[int, Task]] = {}
+    by_name: dict[str, tuple[int, Task]] = {}
 
     def layout(of: Degrees, fp8: bool) -> dict[str, Any]:
         """Keys of [parallel]; those without effect have their defaults."""
@@ -260,7 +260,7 @@ def tasks(
         run["parallel"] |= layout(of, fp8)
         if not fp8:
             run["lora"]["base"] = "params_dtype"  # a base in FP8 needs products in FP8
-        found[name] = of.world, Task(run, dataclasses.asdict(degrees), list(layers), fp8, rows, list(seeds), **options)
+        by_name[name] = of.world, Task(run, dataclasses.asdict(degrees), list(layers), fp8, rows, list(seeds), **options)
 
     for fp8 in (False, True) if config.fp8.enabled is not False else (False,):
         at, kind = str(folder / f"fp8-{fp8}"), "fp8" if fp8 else "plain"
@@ -275,15 +275,15 @@ def tasks(
         kind = "narrow-fp8" if fp8 else "narrow"
         add(f"{kind} layout", degrees, fp8=fp8, wide=False)
         add(f"{kind} one", _ONE, fp8=fp8, wide=False)
-    return found
+    return by_name
 
 
-def compared(found: Mapping[str, Results], config: RunConfig, degrees: Degrees, spec: ModelSpec) -> list[Comparison]:
+def compared(results: Mapping[str, Results], config: RunConfig, degrees: Degrees, spec: ModelSpec) -> list[Comparison]:
     """The comparisons of the results of `tasks`."""
     other, comparisons = other_layout(degrees, spec, assignment_of(config)), []
-    for kind in (kind for kind in ("plain", "fp8") if f"{kind} layout" in found):
-        layout, one = found[f"{kind} layout"], found[f"{kind} one"]
-        beside = found.get(f"{kind} data", one)
+    for kind in (kind for kind in ("plain", "fp8") if f"{kind} layout" in results):
+        layout, one = results[f"{kind} layout"], results[f"{kind} one"]
+        beside = results.get(f"{kind} data", one)
         precision = "without FP8" if kind == "plain" else f"{config.fp8.recipe} scaling"
         exact = kind == "plain" or casts_alike(config, degrees, spec)
         if "trained" in beside:
@@ -301,26 +301,26 @@ def compared(found: Mapping[str, Results], config: RunConfig, degrees: Degrees, 
             comparisons.append(Comparison(precision, f"continued {where}", exact, [*same, *next_]))
         if "causality" in layout and (kind == "plain" or not sets_scales_of_others(config)):
             comparisons.append(causal(layout["causality"], precision, spec))
-    for kind in (kind for kind in ("narrow", "narrow-fp8") if f"{kind} layout" in found):
+    for kind in (kind for kind in ("narrow", "narrow-fp8") if f"{kind} layout" in results):
         precision = f"{config.model.dtype}, " + ("without FP8" if kind == "narrow" else f"{config.fp8.recipe} scaling")
-        ours, theirs = (found[f"{kind} {name}"]["trained"] for name in ("layout", "one"))
+        ours, theirs = (results[f"{kind} {name}"]["trained"] for name in ("layout", "one"))
         narrow = NARROW if config.lora.rank is None else NARROW_ADAPTERS
         bounds = ALIKE if kind == "narrow-fp8" or spec.experts else narrow
-        every = _differences(False, ours, theirs, found[f"{kind} layout"]["parts"], degrees, bounds)
+        every = _differences(False, ours, theirs, results[f"{kind} layout"]["parts"], degrees, bounds)
         comparisons.append(Comparison(precision, "beside one rank", False, every))
     return comparisons
 
 
-def causal(found: Mapping[str, Tensor], precision: str, spec: ModelSpec) -> Comparison:
+def causal(changes: Mapping[str, Tensor], precision: str, spec: ModelSpec) -> Comparison:
     """The comparison of a result of `causality.changed`: no bit may change; with experts at most 1e-10 of the largest logit."""
     bound = EQUAL.tensor if spec.experts else 0.0
-    return Comparison(precision, CAUSALITY, True, [_change(name, each, bound) for name, each in found.items()])
+    return Comparison(precision, CAUSALITY, True, [_change(name, each, bound) for name, each in changes.items()])
 
 
-def _change(name: str, found: Tensor, bound: float) -> Difference:
+def _change(name: str, largest: Tensor, bound: float) -> Difference:
     """A change as a difference; its name includes the token if it exceeds the bound."""
     name, _, seed = name.rpartition(", seed ")
-    error, token, first = found.tolist()
+    error, token, first = largest.tolist()
     within = error <= bound
     of = "logits" if within else f"logits of token {token:.0f}"
     begins = "" if within or first < 0 else f" (others from token {first:.0f} on)"
@@ -329,16 +329,16 @@ def _change(name: str, found: Tensor, bound: float) -> Difference:
 
 def _differences(
     exact: bool,
-    found: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
     wanted: Mapping[str, Tensor],
     parts: Mapping[str, Tensor],
     degrees: Degrees,
     bounds: Bounds = ALIKE,
 ) -> list[Difference]:
     """Differences of a layout's results, with the ranks that hold the parts; scales and histories only if casts are equal."""
-    every = differences(found, wanted, EQUAL if exact else bounds)
+    every = differences(tensors, wanted, EQUAL if exact else bounds)
     every = [each for each in every if exact or not is_record(each.name)]
-    return with_ranks(every, found, wanted, parts, _samples(degrees))
+    return with_ranks(every, tensors, wanted, parts, _samples(degrees))
 
 
 def _samples(degrees: Degrees) -> list[range]:
@@ -347,7 +347,7 @@ def _samples(degrees: Degrees) -> list[range]:
     return [range(n * each, (n + 1) * each) for n in range(degrees.data)]
 
 
-def _lowered(config: RunConfig, ranks: int, given: Sequence[str]) -> tuple[RunConfig, list[str]]:
+def _lowered(config: RunConfig, ranks: int, overridden: Sequence[str]) -> tuple[RunConfig, list[str]]:
     """The run with the file's degrees lowered to divisors of the ranks, and a line for each lowered degree."""
     parallel = config.parallel
     tensor = math.gcd(parallel.tensor_parallel_degree, ranks)
@@ -363,7 +363,7 @@ def _lowered(config: RunConfig, ranks: int, given: Sequence[str]) -> tuple[RunCo
     lower = {
         f"parallel.{key}": value
         for key, value in fitting.items()
-        if value != getattr(parallel, key) and f"parallel.{key}" not in given
+        if value != getattr(parallel, key) and f"parallel.{key}" not in overridden
     }
     said = [f"{key} is {value} here: the run file's value does not divide {ranks} ranks" for key, value in lower.items()]
     return with_values(config, lower), said
@@ -386,12 +386,12 @@ def _run(all_tasks: Mapping[str, tuple[int, Task]], folder: Path, pool: Pool, sa
 
 
 def _read(path: Path) -> Results:
-    found: Results = {}
+    phases: Results = {}
     with safe_open(path, "pt") as file:
         for key in file.metadata()["order"].split("\n"):
             phase, _, name = key.partition(": ")
-            found.setdefault(phase, {})[name] = file.get_tensor(key)
-    return found
+            phases.setdefault(phase, {})[name] = file.get_tensor(key)
+    return phases
 
 
 def _figures(comparison: Comparison) -> dict[str, Any]:
@@ -411,13 +411,13 @@ def _figures(comparison: Comparison) -> dict[str, Any]:
 
 def _by_parameter(every: Sequence[Difference]) -> dict[str, float]:
     """The largest error of each parameter (values, gradient, moments) and of each FP8 record, over all seeds."""
-    found: dict[str, float] = {}
+    errors: dict[str, float] = {}
     for each in every:
         kind, _, name = each.name.partition(" ")
         if kind in _OF_PARAMETERS:
             name = name.partition(",")[0].split()[0]
-            found[name] = max(found.get(name, 0.0), each.error)
-    return found
+            errors[name] = max(errors.get(name, 0.0), each.error)
+    return errors
 
 
 def _named(degrees: Degrees) -> str:

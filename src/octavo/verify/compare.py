@@ -50,18 +50,18 @@ def is_record(name: str) -> bool:
     return name.startswith(("scale ", "history "))
 
 
-def differences(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], bounds: Bounds) -> list[Difference]:
-    """The difference of each tensor, in the order of `found`. A tensor missing in one result differs by infinity.
+def differences(tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor], bounds: Bounds) -> list[Difference]:
+    """The difference of each tensor, in the order of `tensors`. A tensor missing in one result differs by infinity.
 
     Gradients and moments are divided by 1e-5 of the norm of all of their kind, if theirs is smaller: a router's gradient is 0
     if each token has one expert, with weight 1, and only rounding remains. A rank's copy that differs from the others ("… of
     rank N") is compared with the other result, and exceeds any bound.
     """
     result, least = [], _least(wanted)
-    for name in dict.fromkeys((*found, *wanted)):
+    for name in dict.fromkeys((*tensors, *wanted)):
         copy = _COPY.search(name)
         alike = name if copy is None else _COPY.sub("", name)
-        one, other = found.get(name, found.get(alike)), wanted.get(name, wanted.get(alike))
+        one, other = tensors.get(name, tensors.get(alike)), wanted.get(name, wanted.get(alike))
         ranks = () if copy is None else (int(copy[1]),)
         if one is None or other is None or one.shape != other.shape:
             result.append(Difference(name, float("inf"), False, ranks))
@@ -89,7 +89,7 @@ def _least(wanted: Mapping[str, Tensor]) -> dict[tuple[str, str], float]:
 
 def with_ranks(
     every: Sequence[Difference],
-    found: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
     wanted: Mapping[str, Tensor],
     parts: Mapping[str, Tensor],
     samples: Sequence[Sequence[int]],
@@ -97,8 +97,8 @@ def with_ranks(
     """The differences; the first beyond its bound gets the ranks whose parts differ.
 
     Args:
-        every: the differences of `found` and `wanted`.
-        found, wanted: the results.
+        every: the differences of `tensors` and `wanted`.
+        tensors, wanted: the results.
         parts: parameter → [rank, first indices, sizes] of each box of elements that a rank holds.
         samples: groups of ranks with the same samples, in the order of samples.
     """
@@ -107,7 +107,7 @@ def with_ranks(
         return list(every)
     name = every[place].name.removesuffix(LOADED)
     kind, parameter = name.split(",")[0].split()[:2]
-    one, other = found.get(name), wanted.get(name)
+    one, other = tensors.get(name), wanted.get(name)
     ranks: list[int] = []
     if one is not None and other is not None and one.shape == other.shape:
         distance = (one.double().nan_to_num(NAN) - other.double().nan_to_num(NAN)).abs()
@@ -121,20 +121,20 @@ def with_ranks(
 
 def _where(distance: Tensor, boxes: Tensor) -> list[int]:
     """The ranks whose boxes have at least 1/100 of the largest distance."""
-    found = set()
+    ranks = set()
     for rank, *box in boxes.tolist():
         firsts, sizes = box[: len(box) // 2], box[len(box) // 2 :]
         part = distance[tuple(slice(first, first + size) for first, size in zip(firsts, sizes, strict=True))]
         if _is_much(part, distance):
-            found.add(rank)
-    return sorted(found)
+            ranks.add(rank)
+    return sorted(ranks)
 
 
 def _is_much(part: Tensor, distance: Tensor) -> bool:
     return part.numel() > 0 and bool(part.max() >= 0.01 * distance.max())
 
 
-def loaded(found: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> list[Difference]:
+def loaded(tensors: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> list[Difference]:
     """Differences, in any bit, between the tensors that a layout loaded and the saved ones."""
     wanted = {name: tensor for name, tensor in saved.items() if name.split()[0] in _HELD and " after " not in name}
-    return [each._replace(name=f"{each.name}{LOADED}") for each in differences(found, wanted, Bounds(0.0, 0.0, 0.0))]
+    return [each._replace(name=f"{each.name}{LOADED}") for each in differences(tensors, wanted, Bounds(0.0, 0.0, 0.0))]

@@ -47,9 +47,9 @@ class Case:
         """Drawn ranks, family, degrees and settings, as text."""
         run = self.config.model_dump(mode="json", exclude_unset=True)
         settings = {f"{section}.{key}": run[section][key] for section in _DRAWN for key in run.get(section, {})}
-        given = ", ".join(f"{key} {value}" for key, value in settings.items() if key not in _FIXED)
+        drawn = ", ".join(f"{key} {value}" for key, value in settings.items() if key not in _FIXED)
         sizes = ", ".join(f"{key} {value}" for key, value in self.model.items() if key != "model_type")
-        return f"{self.ranks} ranks, {self.model['model_type']} ({sizes}): {given}"
+        return f"{self.ranks} ranks, {self.model['model_type']} ({sizes}): {drawn}"
 
 
 _DRAWN = ("parallel", "moe", "lora", "data", "fp8", "optimizer", "train")
@@ -150,9 +150,9 @@ def fuzz(
 
 def _verified(case: Case, number: int, pool: Pool) -> dict[str, Any]:
     """The report of a case: its first difference, or the error of a rank."""
-    started, given = time.monotonic(), [f"parallel.{key}" for key in DEGREES]
+    started, overridden = time.monotonic(), [f"parallel.{key}" for key in DEGREES]
     try:
-        figures, _ = verify(case.config, case.ranks, given=given, seeds=[number], pool=pool)
+        figures, _ = verify(case.config, case.ranks, overridden=overridden, seeds=[number], pool=pool)
         first = next((each for each in figures["comparisons"] if not each["verified"]), None)
         fault = None
         if first is not None:
@@ -218,7 +218,7 @@ def _line(case: dict[str, Any]) -> str:
 def _model(draw: random.Random) -> dict[str, Any]:
     """Keys of a Hugging Face config."""
     kind, heads = draw.choice(DECODER_FAMILIES), draw.choice((4, 8, 12, 16))
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "model_type": kind,
         "hidden_size": 32 * heads,
         "num_attention_heads": heads,
@@ -230,25 +230,25 @@ def _model(draw: random.Random) -> dict[str, Any]:
         **{f"{token}_token_id": number for number, token in enumerate(("pad", "bos", "eos"))},
     }
     if kind == "gpt_neox":
-        return found | {"use_parallel_residual": draw.random() < 0.5, "attention_bias": draw.random() < 0.7}
-    found["num_key_value_heads"] = draw.choice([n for n in divisors(heads) if n < 9])
+        return values | {"use_parallel_residual": draw.random() < 0.5, "attention_bias": draw.random() < 0.7}
+    values["num_key_value_heads"] = draw.choice([n for n in divisors(heads) if n < 9])
     if kind in ("llama", "qwen3", "qwen3_moe"):
-        found["attention_bias"] = draw.random() < 0.4
+        values["attention_bias"] = draw.random() < 0.4
     if kind == "llama":
-        found["mlp_bias"] = draw.random() < 0.3
+        values["mlp_bias"] = draw.random() < 0.3
     if kind in ("mistral", "mixtral", "phi3"):
-        found["sliding_window"] = draw.choice((None, 40))
+        values["sliding_window"] = draw.choice((None, 40))
     if kind in ("qwen3", "qwen3_moe"):
-        found["head_dim"] = 32
+        values["head_dim"] = 32
     if kind in ("qwen2", "qwen3") and draw.random() < 0.5:
-        found |= {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1}
+        values |= {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1}
     if kind in _EXPERTS:
         experts = draw.choice((4, 6, 8))
         name = "num_local_experts" if kind == "mixtral" else "num_experts"
-        found |= {name: experts, "num_experts_per_tok": draw.choice((1, 2, 3))}
+        values |= {name: experts, "num_experts_per_tok": draw.choice((1, 2, 3))}
     if kind == "qwen3_moe":
-        found |= {"moe_intermediate_size": draw.choice((128, 192, 256)), "mlp_only_layers": draw.choice(([], [0]))}
-    return found
+        values |= {"moe_intermediate_size": draw.choice((128, 192, 256)), "mlp_only_layers": draw.choice(([], [0]))}
+    return values
 
 
 def _with_adapters(draw: random.Random, sections: dict[str, Any], model: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -268,12 +268,12 @@ def _with_adapters(draw: random.Random, sections: dict[str, Any], model: dict[st
 
 def _with_further(draw: random.Random, sections: dict[str, Any]) -> dict[str, Any]:
     """Sections with Muon, or with a frozen base stored in FP8; in most draws unchanged."""
-    found = dict(sections)
+    further = dict(sections)
     if draw.random() < 0.15:
-        found["optimizer"] = sections["optimizer"] | {"name": "muon"}
+        further["optimizer"] = sections["optimizer"] | {"name": "muon"}
     if "lora" in sections and draw.random() < 0.5:
-        found["lora"] = sections["lora"] | {"base": "fp8"}
-    return found
+        further["lora"] = sections["lora"] | {"base": "fp8"}
+    return further
 
 
 def _sections(draw: random.Random, world: int, model: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -292,12 +292,12 @@ def _sections(draw: random.Random, world: int, model: dict[str, Any]) -> dict[st
     }
     if context > 1:
         parallel["cp_comm_type"] = draw.choice(("all_gather", "p2p", "a2a", "auto"))
-    found: dict[str, dict[str, Any]] = {}
+    sections: dict[str, dict[str, Any]] = {}
     if model["model_type"] in _EXPERTS:
         parallel["expert_parallel_degree"] = draw.choice(divisors(shards * tensor))
         if parallel["expert_parallel_degree"] > 1:
             parallel |= some(expert_dispatch_fp8=(True,))
-        found["moe"] = some(
+        sections["moe"] = some(
             moe_load_balancing=("aux_loss", "none", "sinkhorn"), moe_aux_loss_coeff=(0.01, 0.1), moe_z_loss_coeff=(0.001,)
         )
     parallel |= some(reshard_after_forward=(True, False), sync_each_micro_batch=(True,))
@@ -314,4 +314,4 @@ def _sections(draw: random.Random, world: int, model: dict[str, Any]) -> dict[st
     train |= some(recompute=(True, "selective", "mlp"), offload=(True,), mlp_chunks=(2, 3))
     train |= some(label_smoothing=(0.1,), z_loss=(1e-3,), freeze=(["*embed*"], ["*layers.0.*"], ["*norm*"]))
     optimizer = some(clip=(0.0,), weight_decay=(0.0,))
-    return found | {"parallel": parallel, "fp8": fp8, "data": data, "train": train, "optimizer": optimizer}
+    return sections | {"parallel": parallel, "fp8": fp8, "data": data, "train": train, "optimizer": optimizer}

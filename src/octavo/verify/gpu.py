@@ -118,33 +118,33 @@ def trained(config: RunConfig) -> Bits:
         plan, model, build_optimizer(model, config.optimizer), loader, None, state.dp_process_group if several else None,
         state.world_process_group if several else None, Watchdog(),
     )  # fmt: skip
-    found: Bits = {}
+    bits: Bits = {}
 
     def keep(*_: Any) -> None:
-        found.update(_bits_of(model, f"gradient of step {step}:", lambda p: p.grad))
+        bits.update(_bits_of(model, f"gradient of step {step}:", lambda p: p.grad))
 
     hook = context.optimizer.register_step_pre_hook(keep)
     for step in range(1, STEPS + 1):
         done = train_step(context, step)
         numbers = torch.tensor([done.loss, done.grad_norm], dtype=torch.float64)
-        found |= {f"{name} of step {step}": bits_of(x) for name, x in zip(("loss", "norm"), numbers, strict=True)}
+        bits |= {f"{name} of step {step}": bits_of(x) for name, x in zip(("loss", "norm"), numbers, strict=True)}
     hook.remove()
-    found |= _bits_of(model, "parameter", lambda p: p)
+    bits |= _bits_of(model, "parameter", lambda p: p)
     for moment in MOMENTS:
-        found |= _bits_of(model, moment, partial(_moment, context.optimizer, moment))
+        bits |= _bits_of(model, moment, partial(_moment, context.optimizer, moment))
     for layer, fp8 in states_of(model):
-        found |= {f"history {layer}.{operand.value}": bits_of(slot.history) for operand, slot in fp8.slots.items()}
-    return found
+        bits |= {f"history {layer}.{operand.value}": bits_of(slot.history) for operand, slot in fp8.slots.items()}
+    return bits
 
 
 def bits_of(tensor: Tensor) -> int:
     """A hash that depends on bits and their positions, computed on the tensor's device."""
     view = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    found, numbers = 0, tensor.detach().contiguous().flatten().view(view)
+    digest, numbers = 0, tensor.detach().contiguous().flatten().view(view)
     for first, part in enumerate(numbers.split(1 << 24)):
         places = torch.arange(1, len(part) + 1, device=part.device) * 0x9E3779B97F4A7C1  # products wrap around
-        found = hash((found, first, int((part.long() * (places | 1)).sum())))
-    return found
+        digest = hash((digest, first, int((part.long() * (places | 1)).sum())))
+    return digest
 
 
 def report(
@@ -187,7 +187,7 @@ class _Samples:
     def step(self, first: int) -> list[Batch]:
         plan, tokens = self._plan, self._plan.config.data.sequence_length
         draw = torch.Generator().manual_seed(1_000_003 * first + state.dp_rank)
-        found = []
+        batches = []
         for _ in range(plan.accumulation):
             shape = plan.micro_batch, tokens
             ids = torch.randint(3, plan.hf_config.vocab_size, shape, generator=draw)
@@ -196,13 +196,13 @@ class _Samples:
             if plan.config.data.packing == "documents":
                 positions[:, tokens // 2 :] -= tokens // 2
                 labels[:, tokens // 2] = IGNORED
-            found.append(Batch(ids, labels, positions, torch.full(shape[:1], tokens)))
-        return found
+            batches.append(Batch(ids, labels, positions, torch.full(shape[:1], tokens)))
+        return batches
 
 
 def _moment(optimizer: torch.optim.Optimizer, name: str, parameter: Any) -> Tensor | None:
-    found: Tensor | None = optimizer.state[parameter].get(name)
-    return found
+    moment: Tensor | None = optimizer.state[parameter].get(name)
+    return moment
 
 
 def _bits_of(model: nn.Module, kind: str, value: Callable[[Any], Tensor | None]) -> Bits:
@@ -222,8 +222,8 @@ def main(folder: Path, name: str, times: int) -> int:
         config = RunConfig.from_dict(json.loads((folder / "run.json").read_text(encoding="utf-8")), where="octavo verify")
         init(config.parallel.model_dump())
         repeat_bits()
-        found = [trained(config) for _ in range(times)]
-        (folder / f"{name}-{state.rank}.json").write_text(json.dumps(found), encoding="utf-8")
+        runs = [trained(config) for _ in range(times)]
+        (folder / f"{name}-{state.rank}.json").write_text(json.dumps(runs), encoding="utf-8")
     except OctavoError as error:
         if state.rank == 0:
             warn(str(error))

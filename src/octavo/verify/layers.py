@@ -68,7 +68,7 @@ def with_few_layers(config: RunConfig, hf_config: Any, spec: ModelSpec, experts:
         return config, layers_of_each_kind(spec)
     model = build_model(hf_config, build_options(without_files(config), blocks="auto"), device="meta")
     names = {"fp8": _of_fp8(model), "parameters": _of_parameters(model)}
-    found: dict[str, dict[str, Hits]] = {key: {} for key in named}
+    hits_of: dict[str, dict[str, Hits]] = {key: {} for key in named}
     for key, patterns in named.items():
         for pattern in patterns:
             if key == "lora.targets":
@@ -79,19 +79,19 @@ def with_few_layers(config: RunConfig, hf_config: Any, spec: ModelSpec, experts:
                 each = ([name for name in those if fnmatch.fnmatchcase(name, pattern)] for those in names[_kind_of_names(key)])
                 hits = _by_layer(_outermost(next((those for those in each if those), ())))
             if _tells_layers(hits, spec):
-                found[key][pattern] = hits
-    marking = [hits for key, those in found.items() if key != "optimizer.rates" for hits in those.values()]
+                hits_of[key][pattern] = hits
+    marking = [hits for key, those in hits_of.items() if key != "optimizer.rates" for hits in those.values()]
     marks = {layer: tuple(hits.get(layer) for hits in marking) for layer in range(spec.layers)}
     layers = layers_of_each_kind(spec, marks)
     if len(layers) > MOST:
-        keys = " and ".join(key for key, those in found.items() if those and key != "optimizer.rates")
+        keys = " and ".join(key for key, those in hits_of.items() if those and key != "optimizer.rates")
         raise InputError(
             f"{keys}: its patterns make so many kinds of layers that two of each are {len(layers)}, and octavo verify's small "
             f"model has {MOST} at most. Give patterns that name fewer layers after the run file."
         )
 
     def small(key: str, pattern: str) -> list[str]:
-        hits = found[key].get(pattern)
+        hits = hits_of[key].get(pattern)
         return [pattern] if hits is None else _renumbered(hits, layers, experts)
 
     values: dict[str, Any] = {
@@ -103,7 +103,7 @@ def with_few_layers(config: RunConfig, hf_config: Any, spec: ModelSpec, experts:
             for name in small(key, pattern):
                 values[key].pop(name, None)  # later ones win
                 values[key][name] = value
-    if found["lora.targets"]:
+    if hits_of["lora.targets"]:
         values["lora.targets"] = small("lora.targets", named["lora.targets"][0])
     return with_values(config, values), layers
 
@@ -154,12 +154,12 @@ def _modules(name: str) -> Iterator[str]:
 
 
 def _by_layer(names: Iterable[str]) -> Hits:
-    found: dict[int | None, set[str]] = {}
+    by_layer: dict[int | None, set[str]] = {}
     for name in names:
         number = _LAYER.search(name)
         layer = None if number is None else int(number[0])
-        found.setdefault(layer, set()).add(name if number is None else f"{name[: number.start()]}#{name[number.end() :]}")
-    return {layer: frozenset(those) for layer, those in found.items()}
+        by_layer.setdefault(layer, set()).add(name if number is None else f"{name[: number.start()]}#{name[number.end() :]}")
+    return {layer: frozenset(those) for layer, those in by_layer.items()}
 
 
 def _tells_layers(hits: Hits, spec: ModelSpec) -> bool:
@@ -172,7 +172,7 @@ def _tells_layers(hits: Hits, spec: ModelSpec) -> bool:
 
 def _renumbered(hits: Hits, layers: Sequence[int], experts: int) -> list[str]:
     """The names of these layers, renumbered, without experts that the small model does not have."""
-    found = list(hits.get(None, ()))
+    renumbered = list(hits.get(None, ()))
     for number, layer in enumerate(layers):
-        found += [name.replace("#", str(number), 1) for name in hits.get(layer, ())]
-    return sorted(name for name in found if not any(int(each) >= experts for each in _LAYER.findall(name)[1:]))
+        renumbered += [name.replace("#", str(number), 1) for name in hits.get(layer, ())]
+    return sorted(name for name in renumbered if not any(int(each) >= experts for each in _LAYER.findall(name)[1:]))

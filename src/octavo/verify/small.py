@@ -63,13 +63,13 @@ def small_config(hf_config: Any, spec: ModelSpec, degrees: Degrees, layers: Sequ
 
 def of_layers(hf_config: Any, spec: ModelSpec, layers: Sequence[int]) -> Any:
     """A copy of a Hugging Face config with only these layers."""
-    found = copy.deepcopy(hf_config)
-    found.num_hidden_layers = len(layers)
-    if getattr(found, "layer_types", None) is not None:
-        found.layer_types = [hf_config.layer_types[layer] for layer in layers]
+    fewer = copy.deepcopy(hf_config)
+    fewer.num_hidden_layers = len(layers)
+    if getattr(fewer, "layer_types", None) is not None:
+        fewer.layer_types = [hf_config.layer_types[layer] for layer in layers]
     if spec.dense:
-        found.mlp_only_layers, found.decoder_sparse_step = [layers.index(n) for n in layers if n in spec.dense], 1
-    return found
+        fewer.mlp_only_layers, fewer.decoder_sparse_step = [layers.index(n) for n in layers if n in spec.dense], 1
+    return fewer
 
 
 def with_packing_of_format(config: RunConfig) -> RunConfig:
@@ -109,9 +109,9 @@ def _rates(optimizer: OptimizerConfig) -> dict[str, float | None]:
     """The rates, within those whose updates a comparison sees, and whose roundings to 16 bits it bounds."""
     smallest, largest = _RATES
     of_muon = optimizer.name == "muon" and optimizer.muon_scale == "original"
-    found = {"optimizer.lr": min(max(optimizer.lr, smallest), _LARGEST_OF_MUON if of_muon else largest)}
+    rates = {"optimizer.lr": min(max(optimizer.lr, smallest), _LARGEST_OF_MUON if of_muon else largest)}
     adamw = optimizer.adamw_lr
-    return found | {"optimizer.adamw_lr": None if adamw is None else min(max(adamw, smallest), largest)}
+    return rates | {"optimizer.adamw_lr": None if adamw is None else min(max(adamw, smallest), largest)}
 
 
 def length(degrees: Degrees) -> int:
@@ -183,7 +183,7 @@ class Samples:
     def step(self, first: int) -> list[Batch]:
         """This rank's micro-batches of the step that begins with sample `first`."""
         draw = torch.Generator().manual_seed(1_000_003 * self._seed + first)
-        found = []
+        batches = []
         for _ in range(ACCUMULATION):
             shape = self._ranks * self._micro_batch, self._tokens
             ids = torch.randint(3, self._words, shape, generator=draw)
@@ -201,8 +201,8 @@ class Samples:
                 lengths = torch.randint(self._tokens // 2, self._tokens + 1, shape[:1], generator=draw)
                 labels[torch.arange(self._tokens) >= lengths[:, None]] = IGNORED
             rows = slice(self._rank * self._micro_batch, (self._rank + 1) * self._micro_batch)
-            found.append(Batch(ids[rows], labels[rows], positions[rows], lengths[rows]))
-        return found
+            batches.append(Batch(ids[rows], labels[rows], positions[rows], lengths[rows]))
+        return batches
 
 
 def check_small(spec: ModelSpec | None, name: str, reason: str) -> ModelSpec:

@@ -105,10 +105,10 @@ def results(task: Task) -> Results:
 def _results(task: Task) -> Results:
     config = RunConfig.from_dict(task.run, where="octavo verify")
     init(config.parallel.model_dump(), timeout=_PATIENCE_SECONDS)
-    found: Results = {}
+    phases: Results = {}
 
     def keep(phase: str, seed: int, values: dict[str, Tensor]) -> None:
-        found.setdefault(phase, {}).update({f"{name}, seed {seed}": value for name, value in values.items()})
+        phases.setdefault(phase, {}).update({f"{name}, seed {seed}": value for name, value in values.items()})
 
     for seed in task.seeds if task.trains else ():
         training = _Training(task, config, seed)
@@ -119,7 +119,7 @@ def _results(task: Task) -> Results:
             keep("causality", seed, training.changed_by_others())
         if task.further:
             keep("further", seed, training.steps(small.STEPS + 1, small.LAST))
-        found["parts"] = training.parts()
+        phases["parts"] = training.parts()
     if task.loads is not None:
         if task.then is not None:
             shutdown()
@@ -130,8 +130,8 @@ def _results(task: Task) -> Results:
             load(_checkpoint(task.loads, seed), training.model, training.optimizer)
             keep("loaded", seed, training.held())
             keep("continued", seed, training.steps(small.STEPS + 1, small.LAST))
-            found["parts continued"] = training.parts()
-    return found
+            phases["parts continued"] = training.parts()
+    return phases
 
 
 def _checkpoint(folder: str, seed: int) -> Path:
@@ -188,7 +188,7 @@ class _Training:
         unclipped gradients from the last parameter to the first, norm, and backward histories. In later steps: losses and
         norms. After the last step: parameters and optimizer states.
         """
-        found, gradients, frozen = self._evaluated(first), dict[str, Tensor](), _frozen(self.model)
+        tensors, gradients, frozen = self._evaluated(first), dict[str, Tensor](), _frozen(self.model)
 
         def keep(*_: Any) -> None:
             if not gradients:  # only in the first step
@@ -200,37 +200,37 @@ class _Training:
             loss, norm = torch.tensor([done.loss, done.grad_norm], dtype=torch.float64).unbind()
             histories = _histories(self.model, f" after step {step}") if step == first else {}
             backward = {name: value for name, value in histories.items() if f".{Operand.GRAD_OUTPUT.value} " in name}
-            found |= {name: value for name, value in histories.items() if name not in backward}
-            found[f"loss of step {step}"] = loss
+            tensors |= {name: value for name, value in histories.items() if name not in backward}
+            tensors[f"loss of step {step}"] = loss
             if step == first:
                 factor = max(1.0, (done.grad_norm + 1e-6) / self._clip) if self._clip > 0 else 1.0  # before clipping
-                found |= {name: gradients[name] * factor for name in reversed(gradients)}
-            found |= {f"norm of step {step}": norm} | backward
+                tensors |= {name: gradients[name] * factor for name in reversed(gradients)}
+            tensors |= {f"norm of step {step}": norm} | backward
         hook.remove()
         for name, local in _frozen(self.model).items():
             if not torch.equal(local, frozen[name]):
                 raise OctavoError(f"{name} is frozen, but changed in steps {first} to {last} on rank {state.rank}.")
-        return _with_other_ranks(found | self._held() | _scales(self.model, " after the last step"))
+        return _with_other_ranks(tensors | self._held() | _scales(self.model, " after the last step"))
 
     def held(self) -> dict[str, Tensor]:
         """Parameters, optimizer states and histories. Collective."""
         return _with_other_ranks(self._held())
 
     def _held(self) -> dict[str, Tensor]:
-        found = _whole(self.model, "parameter", lambda p: p)
+        tensors = _whole(self.model, "parameter", lambda p: p)
         for moment in ("step", *MOMENTS):
-            found |= _whole(self.model, moment, partial(_moment, self.optimizer, moment))
-        return found | _histories(self.model)
+            tensors |= _whole(self.model, moment, partial(_moment, self.optimizer, moment))
+        return tensors | _histories(self.model)
 
     def parts(self) -> dict[str, Tensor]:
         """The elements of each parameter that each rank holds. Collective."""
         blocks = parameters_of(self.model)
         here = {name: part_of(with_block(p, blocks[p])).boxes for name, p in self.model.named_parameters()}
-        found: dict[str, list[tuple[int, ...]]] = {name: [] for name in here}
+        boxes_of: dict[str, list[tuple[int, ...]]] = {name: [] for name in here}
         for rank, boxes in enumerate(_objects_of_all_ranks(here)):
             for name, those in boxes.items():
-                found[name] += [(rank, *box.whole, *box.sizes) for box in those]
-        return {name: torch.tensor(boxes) for name, boxes in found.items()}
+                boxes_of[name] += [(rank, *box.whole, *box.sizes) for box in those]
+        return {name: torch.tensor(boxes) for name, boxes in boxes_of.items()}
 
     def changed_by_others(self) -> dict[str, Tensor]:
         """The result of `causality.changed` for a micro-batch after the last step. Collective."""
@@ -257,11 +257,11 @@ class _Training:
         for _, fp8 in states_of(self.model):
             fp8.observed.clear()  # drop training's records
         output = self._evaluation(batch.input_ids, positions, output_hidden_states=True)
-        casts, found = _scales(self.model, f" before step {step}"), dict[str, Tensor]()
+        casts, tensors = _scales(self.model, f" before step {step}"), dict[str, Tensor]()
         for layer, states in enumerate(output.hidden_states):
-            found[f"states after {layer} blocks, before step {step}"] = _of_all_samples(states)
-            found |= {name: scale for name, scale in casts.items() if f" layers.{layer}." in name}
-        return found | casts | {f"logits before step {step}": _of_all_samples(output.logits)}
+            tensors[f"states after {layer} blocks, before step {step}"] = _of_all_samples(states)
+            tensors |= {name: scale for name, scale in casts.items() if f" layers.{layer}." in name}
+        return tensors | casts | {f"logits before step {step}": _of_all_samples(output.logits)}
 
 
 def _of_all_samples(here: Tensor) -> Tensor:
@@ -274,8 +274,8 @@ def _of_all_samples(here: Tensor) -> Tensor:
 
 
 def _moment(optimizer: torch.optim.Optimizer, name: str, parameter: Any) -> Tensor | None:
-    found = optimizer.state[parameter].get(name)
-    return None if found is None else torch.as_tensor(found, dtype=torch.float64)
+    moment = optimizer.state[parameter].get(name)
+    return None if moment is None else torch.as_tensor(moment, dtype=torch.float64)
 
 
 def _plan(config: RunConfig, hf_config: Any, recipe: Any, micro_batch: int) -> RunPlan:
@@ -317,7 +317,7 @@ def _frozen(model: nn.Module) -> dict[str, Tensor]:
 
 def _whole(model: nn.Module, kind: str, value: Callable[[Any], Tensor | None]) -> dict[str, Tensor]:
     """A whole tensor per parameter, with this rank's copy of replicated elements. Collective."""
-    blocks, found = parameters_of(model), {}
+    blocks, parts = parameters_of(model), {}
     for name, parameter in model.named_parameters():
         part = value(parameter)
         if part is None:
@@ -327,13 +327,13 @@ def _whole(model: nn.Module, kind: str, value: Callable[[Any], Tensor | None]) -
             part = whole_tensor(held).detach().clone()
             for box in part_of(held).boxes:
                 part[box.in_whole] = local_of(held)[box.in_local]
-        found[f"{kind} {name}"] = part.detach().clone()
-    return found
+        parts[f"{kind} {name}"] = part.detach().clone()
+    return parts
 
 
 def _scales(model: nn.Module, when: str) -> dict[str, Tensor]:
     """The scale of each operand's last cast, if it has a single one, over all experts. Collective."""
-    found = {}
+    scales = {}
     for layer, fp8 in states_of(model):
         for operand, scale in fp8.observed.items():
             if scale.dim() > 1:  # scales of rows or blocks
@@ -342,8 +342,8 @@ def _scales(model: nn.Module, when: str) -> dict[str, Tensor]:
             every[fp8.local_experts or slice(None)] = scale
             if fp8.local_experts is not None and state.world_size > 1:
                 dist.all_reduce(every, dist.ReduceOp.MAX)
-            found[f"scale {layer}.{operand.value}{when}"] = every
-    return found
+            scales[f"scale {layer}.{operand.value}{when}"] = every
+    return scales
 
 
 def _histories(model: nn.Module, when: str = "") -> dict[str, Tensor]:
@@ -355,21 +355,21 @@ def _histories(model: nn.Module, when: str = "") -> dict[str, Tensor]:
     }
 
 
-def _with_other_ranks(found: dict[str, Tensor]) -> dict[str, Tensor]:
+def _with_other_ranks(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Results, each followed by those of ranks with different bits; only scales may differ by rank. Collective."""
     if state.world_size == 1:
-        return found
-    here = {name: _digest(each) for name, each in found.items() if not name.startswith("scale ")}
+        return tensors
+    here = {name: _digest(each) for name, each in tensors.items() if not name.startswith("scale ")}
     first, *others = _objects_of_all_ranks(here)
     differing = [{name for name in (*first, *there) if first.get(name) != there.get(name)} for there in others]
     if not any(differing):
-        return found
-    mine = {name: found.get(name, torch.zeros(())) for name in differing[state.rank - 1]} if state.rank else {}
+        return tensors
+    mine = {name: tensors.get(name, torch.zeros(())) for name in differing[state.rank - 1]} if state.rank else {}
     result: dict[str, Tensor] = {}
     every = _objects_of_all_ranks(mine)
-    for name in dict.fromkeys((*found, *(name for there in every for name in there))):
-        if name in found:
-            result[name] = found[name]
+    for name in dict.fromkeys((*tensors, *(name for there in every for name in there))):
+        if name in tensors:
+            result[name] = tensors[name]
         result |= {f"{name} of rank {rank}": there[name] for rank, there in enumerate(every) if name in there}
     return result
 
@@ -419,9 +419,9 @@ def do(folder: Path, names: Sequence[str]) -> None:
     for number, name in enumerate(names):
         if number:
             shutdown()
-        found = results(Task(**json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))))
+        phases = results(Task(**json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))))
         if state.rank == 0:
-            tensors = {f"{phase}: {key}": value for phase, values in found.items() for key, value in values.items()}
+            tensors = {f"{phase}: {key}": value for phase, values in phases.items() for key, value in values.items()}
             file = folder / f"{name}.safetensors"
             save_file({key: value.contiguous().clone() for key, value in tensors.items()}, file, {"order": "\n".join(tensors)})
         if state.world_size > 1:
