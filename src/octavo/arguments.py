@@ -47,7 +47,7 @@ class WithOverrides(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read the arguments."""
-        given = list(args)
+        arguments = list(args)
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
@@ -55,13 +55,13 @@ class WithOverrides(TyperCommand):
             name = getattr(error, "option_name", None)
             if getattr(error, "possibilities", True):  # an option of the command has no value, or is near
                 raise
-            start = next((i for i, each in enumerate(given) if name and each.startswith(name)), None)
+            start = next((i for i, each in enumerate(arguments) if name and each.startswith(name)), None)
             if start is None:
                 raise
             from octavo.config.reading import as_override
             from octavo.config.run import RunConfig
 
-            meant = as_override(given[start:], RunConfig)
+            meant = as_override(arguments[start:], RunConfig)
             if meant is None:
                 raise
             raise InputError(f"no such option: {name}. Keys are set without dashes: did you mean {meant}?") from None
@@ -142,10 +142,10 @@ def path(text: str | None, option: str) -> Path | None:
 
 def names(text: str | None, option: str = "") -> list[str]:
     """Comma-separated names; an option without any name is refused."""
-    found = [name.strip() for name in (text or "").split(",") if name.strip()]
-    if option and text is not None and not found:
+    listed = [name.strip() for name in (text or "").split(",") if name.strip()]
+    if option and text is not None and not listed:
         raise InputError(f'{option} "{text}" has no names: give some, separated by commas, or leave it out for all.')
-    return found
+    return listed
 
 
 def check_fuzz(

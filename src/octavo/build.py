@@ -454,15 +454,15 @@ def _store_base(model: nn.Module, options: BuildOptions, device: torch.device) -
 @torch.no_grad()
 def _begin_adapters(model: nn.Module) -> None:
     """Load adapters from the folder that the options name, and record the fingerprint of the frozen weights."""
-    if not isinstance(model, Decoder) or (found := adapted(model)) is None:
+    if not isinstance(model, Decoder) or (adapters := adapted(model)) is None:
         return
-    if found.options.load is not None:
-        if (said := other_base(model, found.options.load)) and rank_variable("RANK", 0) == 0:
+    if adapters.options.load is not None:
+        if (said := other_base(model, adapters.options.load)) and rank_variable("RANK", 0) == 0:
             warn(said)
-        theirs, ours = peft_settings(found.options.load).dropout, found.options.dropout
+        theirs, ours = peft_settings(adapters.options.load).dropout, adapters.options.dropout
         if theirs != ours and rank_variable("RANK", 0) == 0:
             warn(f"lora.load: the folder's adapters were trained with lora.dropout = {theirs:g}, here it is {ours:g}.")
-        read, named = reader(model, found.options.load), dict(named_tensors(model))
+        read, named = reader(model, adapters.options.load), dict(named_tensors(model))
         for name, fill in read.items():
             local_shard(named[name]).load(fill)
     settle(model)
@@ -529,9 +529,9 @@ def _check_arguments(model: Any, dtype: Any, params_dtype: Any, skip: Any, layer
         raise unknown("cp_comm_type", str(cp_comm_type), (*STRATEGIES, "auto", "own"))
     if not isinstance(model, nn.Module):
         raise InputError(f"octavo.transform got {type(model).__name__}: give a torch.nn.Module.")
-    for name, given in (("dtype", dtype), ("params_dtype", params_dtype)):
-        if given not in (FLOATS_OF_PYTORCH if name == "dtype" else (None, *FLOATS_OF_PYTORCH)):
-            raise InputError(f"{name} = {given!r} is not supported: use {', '.join(map(str, FLOATS))}.")
+    for name, value in (("dtype", dtype), ("params_dtype", params_dtype)):
+        if value not in (FLOATS_OF_PYTORCH if name == "dtype" else (None, *FLOATS_OF_PYTORCH)):
+            raise InputError(f"{name} = {value!r} is not supported: use {', '.join(map(str, FLOATS))}.")
     if isinstance(skip, str) or not all(isinstance(pattern, str) for pattern in skip):
         raise InputError(f'skip = {skip!r} is not a list of patterns: use a list of text, such as ["layers.0.*"].')
     if layers is not None and not isinstance(layers, Mapping):

@@ -88,16 +88,16 @@ SEES_GPU = "import torch; print(torch.cuda.is_available())"
 
 def examine() -> dict[str, Any]:
     """All findings as plain JSON; a failure is {"error": text}."""
-    found: dict[str, Any] = {"octavo": __version__, "system": _attempt(_system)}
-    found["packages"] = [_package(package) for package in PACKAGES]
+    report: dict[str, Any] = {"octavo": __version__, "system": _attempt(_system)}
+    report["packages"] = [_package(package) for package in PACKAGES]
     finders: dict[str, Callable[[], Any]] = {
         "torch": _torch, "cuda": _cuda, "cudnn": _cudnn, "gpus": _gpus, "fp8": _fp8, "attention": _attention,
         "products": _products,
     }  # fmt: skip
     for part, find in finders.items():
-        found[part] = _attempt(find)
-    found["missing"] = _missing(found)
-    return found
+        report[part] = _attempt(find)
+    report["missing"] = _missing(report)
+    return report
 
 
 def _attempt(find: Callable[[], Any]) -> Any:
@@ -143,7 +143,7 @@ def _torch() -> dict[str, Any]:
     sees = torch.cuda.is_available()
     nccl = _attempt(lambda: ".".join(map(str, torch.cuda.nccl.version()))) if sees else None
     # It raises, once per process, for a cuDNN older than its build's, which says nothing about CUDA or about results.
-    cudnn = next((found for _ in range(2) if isinstance(found := _attempt(torch.backends.cudnn.version), int)), None)
+    cudnn = next((version for _ in range(2) if isinstance(version := _attempt(torch.backends.cudnn.version), int)), None)
     error = None if sees or torch.version.cuda is None else _attempt(torch.cuda.init)
     return {
         "cuda": torch.version.cuda,
@@ -307,10 +307,10 @@ def _products() -> dict[str, Any]:
     return {"bf16": "cuBLAS", **{f"fp8 per {kind}": _attempt(partial(compared, *sides)) for kind, sides in scales.items()}}
 
 
-def _missing(found: dict[str, Any]) -> list[dict[str, str | None]]:
+def _missing(report: dict[str, Any]) -> list[dict[str, str | None]]:
     """Obstacles to training, or to training at full speed: each with its reason, and a remedy if one is known."""
     missing: list[dict[str, str | None]] = []
-    for package in found["packages"]:
+    for package in report["packages"]:
         if package["status"] == "missing" and package["required"]:
             why = f"missing; needed for {package['purpose']}"
             missing.append({"what": package["name"], "why": why, "command": package["install"]})
@@ -319,28 +319,28 @@ def _missing(found: dict[str, Any]) -> list[dict[str, str | None]]:
             missing.append({"what": package["name"], "why": why, "command": _import_remedy(package["module"])})
         elif package["name"] in TESTED and (sentence := untested(package["name"])):
             missing.append({"what": package["name"], "why": sentence, "command": package["install"]})
-    system, gpus = found["system"], found["gpus"]
-    missing += filter(None, (_no_gpu(found), _old_cudnn(found)))
+    system, gpus = report["system"], report["gpus"]
+    missing += filter(None, (_no_gpu(report), _old_cudnn(report)))
     if isinstance(gpus, list):
         missing += filter(None, map(_old_gpu, gpus))
     if isinstance(gpus, list) and gpus and "error" not in system and not system["compiler"]:
         command = "apt-get install gcc" if shutil.which("apt-get") else "install gcc or clang by the system's packages"
         missing.append({"what": "a C compiler", "why": "Triton and torch.compile build small C files", "command": command})
-    slow = sorted(set(found["attention"].get("chosen", {}).values()) - {"cuDNN"})
+    slow = sorted(set(report["attention"].get("chosen", {}).values()) - {"cuDNN"})
     if isinstance(gpus, list) and slow and any(gpu["capability"] >= [9, 0] for gpu in gpus):
         why = f"attention falls to {' and '.join(slow)}; on this GPU cuDNN's kernel is faster"
-        if "cuDNN" not in found["attention"]["allowed"]:
+        if "cuDNN" not in report["attention"]["allowed"]:
             why += ", and PyTorch is set not to use it (torch.backends.cuda.enable_cudnn_sdp)"
-        elif isinstance(found["cudnn"].get("computes"), dict):
-            why += f", and fails here: {found['cudnn']['computes']['error']}"
+        elif isinstance(report["cudnn"].get("computes"), dict):
+            why += f", and fails here: {report['cudnn']['computes']['error']}"
         missing.append({"what": "cuDNN attention", "why": why, "command": None})
     return missing
 
 
-def _no_gpu(found: dict[str, Any]) -> dict[str, str | None] | None:
+def _no_gpu(report: dict[str, Any]) -> dict[str, str | None] | None:
     """The obstacle if torch does not see the driver's GPUs; None without a driver, or if torch cannot be imported."""
-    torch_found, cuda = found["torch"], found["cuda"]
-    driver = found["system"].get("driver") or (cuda.get("driver") and f"of CUDA {cuda['driver']}")
+    torch_found, cuda = report["torch"], report["cuda"]
+    driver = report["system"].get("driver") or (cuda.get("driver") and f"of CUDA {cuda['driver']}")
     if not driver or torch_found.get("sees_gpu") is not False or "error" in cuda:
         return None
     there = f"there is an NVIDIA driver ({driver}), but torch sees no GPU"
@@ -367,9 +367,9 @@ def _no_gpu(found: dict[str, Any]) -> dict[str, str | None] | None:
     return {"what": "a GPU that torch sees", "why": why, "command": None}
 
 
-def _old_cudnn(found: dict[str, Any]) -> dict[str, str | None] | None:
+def _old_cudnn(report: dict[str, Any]) -> dict[str, str | None] | None:
     """The obstacle if PyTorch refuses cuDNN, with a change of LD_LIBRARY_PATH if that helps; else None."""
-    cudnn = found["cudnn"]
+    cudnn = report["cudnn"]
     if not cudnn.get("refused"):
         return None
     places = "; ".join(f"{one['version'] or 'unknown'} at {one['path']}" for one in cudnn["loaded"]) or "none"
@@ -382,7 +382,7 @@ def _old_cudnn(found: dict[str, Any]) -> dict[str, str | None] | None:
     )
     if cudnn["alone"]:
         old = {one["path"] for one in cudnn["loaded"] if one["version"] == cudnn["runtime"]}
-        bringing = [package["name"] for package in found["packages"] if old & set(package.get("loads_cudnn", ()))]
+        bringing = [package["name"] for package in report["packages"] if old & set(package.get("loads_cudnn", ()))]
         why += f". A process that imports only torch uses {cudnn['alone']}"
         if bringing:
             why += f"; here {' and '.join(bringing)} loaded it"
@@ -421,26 +421,26 @@ def _old_gpu(gpu: dict[str, Any]) -> dict[str, str | None] | None:
     return {"what": f"a newer GPU than {gpu['name']}", "why": why, "command": None}
 
 
-def render(found: dict[str, Any], console: Console) -> None:
+def render(report: dict[str, Any], console: Console) -> None:
     """Print the findings of `examine`."""
     facts = Table.grid(padding=(0, 2))
-    for title, text in _facts(found):
+    for title, text in _facts(report):
         facts.add_row(title, escape(text))
-    console.print(f"[bold]octavo {found['octavo']}[/bold]", facts, sep="\n")
+    console.print(f"[bold]octavo {report['octavo']}[/bold]", facts, sep="\n")
     packages = Table("package", "version", "for", Column("status, or what installs it", overflow="fold"))
-    for package in found["packages"]:
+    for package in report["packages"]:
         status = package.get("error") or (package["install"] if package["status"] == "missing" else package["status"])
         wanted = "" if package["required"] else " (optional)"
         packages.add_row(package["name"], package["version"] or "-", package["purpose"] + wanted, escape(status))
     console.print(packages)
-    if not found["missing"]:
+    if not report["missing"]:
         console.print("Nothing is missing.")
-    for item in found["missing"]:
+    for item in report["missing"]:
         remedy = item["command"] or "no remedy is known to help here"
         console.print(f"[bold]{escape(item['what'])}[/bold]: {escape(item['why'])}\n    {escape(remedy)}")
 
 
-def _facts(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _facts(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Title and text of each finding about the machine."""
     text: dict[str, Callable[[Any], str]] = {
         "system": lambda s: f"{s['cpu']}, {s['cores']} cores, {s['memory_gib']:.0f} GiB; Python {s['python']}; {s['platform']}",
@@ -454,15 +454,15 @@ def _facts(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
         "products": lambda p: "; ".join(f"{kind}: {_words(kernel)}" for kind, kernel in p.items()),
     }
     for part, write in text.items():
-        finding = found[part.lower()]
+        finding = report[part.lower()]
         yield part, finding["error"] if set(finding) == {"error"} else write(finding)
-    gpus = found["gpus"]
+    gpus = report["gpus"]
     if isinstance(gpus, dict):
         yield "GPU", gpus["error"]
     elif not gpus:
         yield "GPU", "none"
     else:
-        driver = found["system"].get("driver") or "unknown"
+        driver = report["system"].get("driver") or "unknown"
         for gpu in gpus:
             row = "" if gpu["known"] else "; not in Octavo's table, so no MFU and no estimates"
             capability = ".".join(map(str, gpu["capability"]))

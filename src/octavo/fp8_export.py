@@ -105,7 +105,7 @@ class _Encoder:
             raise InputError(f"{name} has values that are not finite: export an earlier checkpoint (--checkpoint step-N).")
         how = matrix.recipe.casts[Operand.WEIGHT]
         scales = self._scales(name, weight, matrix) if how.granularity is Granularity.TENSOR else None
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for theirs, part in parts.items():
             one = None if scales is None else scales[_expert(theirs) if matrix.experts else 0]
             if one is not None:
@@ -114,11 +114,11 @@ class _Encoder:
                 data, scale = reference.cast_rows(part, _E4M3, how.format.max)
             else:
                 data, scale = reference.cast_blocks(part, _E4M3, how.format.max, BLOCK)
-            found |= {theirs: data, f"{theirs.removesuffix('weight')}weight_scale": reference.divide(1.0, scale)}
+            tensors |= {theirs: data, f"{theirs.removesuffix('weight')}weight_scale": reference.divide(1.0, scale)}
             if matrix.input_scale is not None:
                 inverse = reference.divide(1.0, matrix.input_scale)
-                found[f"{theirs.removesuffix('weight')}input_scale"] = inverse.reshape(1).clone()
-        return found
+                tensors[f"{theirs.removesuffix('weight')}input_scale"] = inverse.reshape(1).clone()
+        return tensors
 
     def say(self) -> None:
         """Warn about weights that were written with scales other than the run's."""
@@ -133,14 +133,14 @@ class _Encoder:
         how, recorded = matrix.recipe.casts[Operand.WEIGHT], matrix.weight_scale
         stack = weight.unflatten(0, (matrix.experts or 1, -1))
         of_each = [None] * len(stack) if recorded is None else list(recorded.reshape(-1))
-        found = []
+        scales = []
         for one, scale in zip(stack, of_each, strict=True):
             largest = reference.amax(one)
             if scale is None or bool(largest * scale > how.format.max + _HALF_STEP):
                 self.beyond += [] if scale is None else [name]
                 scale = reference.scale_from_amax(largest, how.format.max, power_of_two=how.power_of_two)
-            found.append(scale.reshape(()))
-        return found
+            scales.append(scale.reshape(()))
+        return scales
 
     def _shapes(self, matrix: _Matrix, theirs: str, part: Tensor) -> dict[str, Tensor]:
         rows, columns = part.shape
@@ -151,20 +151,20 @@ class _Encoder:
                 scales = (rows, 1)
             case _:
                 scales = (-(-rows // BLOCK), -(-columns // BLOCK))
-        found = {
+        shapes = {
             theirs: torch.empty_like(part, dtype=_E4M3),
             f"{theirs.removesuffix('weight')}weight_scale": torch.empty(scales, device="meta"),
         }
         if matrix.input_scale is not None:
-            found[f"{theirs.removesuffix('weight')}input_scale"] = torch.empty(1, device="meta")
-        return found
+            shapes[f"{theirs.removesuffix('weight')}input_scale"] = torch.empty(1, device="meta")
+        return shapes
 
 
 def _expert(theirs: str) -> int:
     """The expert's number in the name of a published matrix."""
-    found = re.search(r"\.experts\.(\d+)\.", theirs)
-    assert found is not None, theirs
-    return int(found[1])
+    match = re.search(r"\.experts\.(\d+)\.", theirs)
+    assert match is not None, theirs
+    return int(match[1])
 
 
 def export_fp8(run: Path, to: Path, checkpoint: str | None = None, *, merge: bool = False) -> Path:
@@ -189,14 +189,14 @@ def export_fp8(run: Path, to: Path, checkpoint: str | None = None, *, merge: boo
             else f"--fp8: {run} has adapters (lora.rank), which cannot be served in FP8 alone: give --merge too, for the "
             "whole model with them; without --fp8 they are exported for PEFT."
         )
-    found = open_run(run, config, checkpoint, exact=True)
-    model, recipe = _model(run, config, found)
-    matrices = _matrices(model, recipe, stored_scales(found.checkpoint), found.checkpoint, merged=merge)
+    opened = open_run(run, config, checkpoint, exact=True)
+    model, recipe = _model(run, config, opened)
+    matrices = _matrices(model, recipe, stored_scales(opened.checkpoint), opened.checkpoint, merged=merge)
     dtype = torch_dtype(config.model.dtype)
     encoder = _Encoder(matrices, dtype)
-    write_run(found, to, encoder, {"quantization_config": _quantization(model, matrices), "dtype": str(dtype)[6:]})
+    write_run(opened, to, encoder, {"quantization_config": _quantization(model, matrices), "dtype": str(dtype)[6:]})
     encoder.say()
-    return found.checkpoint
+    return opened.checkpoint
 
 
 def export(model_or_path: nn.Module | str | Path, folder: str | Path, *, fp8: bool = False) -> None:
@@ -260,13 +260,13 @@ def _export_model(model: nn.Module, to: Path, ranks: Ranks) -> None:
     encoder.say()
 
 
-def _model(run: Path, config: RunConfig, found: OpenRun) -> tuple[Decoder, Recipe]:
+def _model(run: Path, config: RunConfig, opened: OpenRun) -> tuple[Decoder, Recipe]:
     """(the run's model without values, with the layers in FP8 at the checkpoint; the recipe of its products).
 
     Raises:
         InputError: nothing ran in FP8, or the model runs its original code.
     """
-    recipe = recipe_of(found.checkpoint)
+    recipe = recipe_of(opened.checkpoint)
     if recipe is None or config.fp8.enabled is False:
         raise InputError(
             f"--fp8: no product of {run} ran in FP8, so it has no scales, and in FP8 it would compute something else than "
@@ -276,7 +276,7 @@ def _model(run: Path, config: RunConfig, found: OpenRun) -> tuple[Decoder, Recip
     choices = RunFolder(run).choices
     excluded = read_choice(choices)["kept_out"] if config.fp8.enabled == "auto" and choices.is_file() else {}
     options = replace(options, lora=None, frozen=(), excluded=excluded)
-    model = build_model(found.config, options, device="meta")
+    model = build_model(opened.config, options, device="meta")
     if not isinstance(model, Decoder) or config.model.blocks == "own":
         raise InputError(
             f"--fp8: {type(model).__name__} runs its original code (octavo.describe(model) says why), and only Octavo's "
@@ -286,7 +286,7 @@ def _model(run: Path, config: RunConfig, found: OpenRun) -> tuple[Decoder, Recip
         if config.train.steps is None:
             warn("fp8.schedule with train.epochs: layers that left FP8 in the last steps are written in FP8.")
         else:
-            step = int(found.checkpoint.name.rpartition("-")[2])
+            step = int(opened.checkpoint.name.rpartition("-")[2])
             PrecisionSchedule(model, config.fp8.schedule, config.train.steps).begin(step)
     return model, recipe
 
@@ -304,7 +304,7 @@ def _matrices(
     stored = stored_names(model)
     names = {id(parameter): stored.get(name, name) for name, parameter in model.named_parameters()}
     way = conversion(model.spec)
-    found: dict[str, _Matrix] = {}
+    matrices: dict[str, _Matrix] = {}
     for module, state in states_of(model):
         recipe_of_layer = state.under(recipe)
         if recipe_of_layer is None or state.weight is None or module == "head":
@@ -315,7 +315,7 @@ def _matrices(
         if delayed and inputs is None and state.experts is None:
             raise InputError(f"--fp8: {module} has no delayed scale in {source}: it never ran. Give a later checkpoint.")
         inputs = inputs if delayed and state.experts is None else None
-        found[name] = _Matrix(recipe_of_layer, weight if delayed and not merged else None, inputs, state.experts)
+        matrices[name] = _Matrix(recipe_of_layer, weight if delayed and not merged else None, inputs, state.experts)
         if recipe_of_layer.casts[Operand.WEIGHT].granularity is Granularity.BLOCK_128X128:
             for theirs, part in way.split(name, torch.empty(state.weight.shape, device="meta")).items():
                 rows, columns = part.shape[-2:]
@@ -325,27 +325,27 @@ def _matrices(
                         f"--fp8: {theirs} is {list(part.shape)}, and readers of block scales need multiples of {BLOCK}. "
                         'Export without --fp8, or train with fp8.recipe = "rowwise" (fp8.layers for single layers).'
                     )
-    for name, matrix in found.items():
+    for name, matrix in matrices.items():
         if matrix.experts is not None:
-            _check_experts(name, found)
+            _check_experts(name, matrices)
             if matrix.recipe.casts[Operand.WEIGHT].granularity is Granularity.BLOCK_128X128:
                 raise InputError(
                     f"--fp8: {name} has a scale for each block of 128 x 128, which transformers does not load for experts. "
                     'Export without --fp8, or train with fp8.recipe = "rowwise" (fp8.layers for experts alone).'
                 )
-    if not found:
+    if not matrices:
         raise InputError("--fp8: every layer is out of FP8 (fp8.skip, fp8.layers, fp8.schedule). Export without --fp8.")
-    return found
+    return matrices
 
 
-def _check_experts(name: str, found: Mapping[str, _Matrix]) -> None:
+def _check_experts(name: str, matrices: Mapping[str, _Matrix]) -> None:
     """Raise an InputError for experts whose two matrices have different schemes: readers support one for both."""
     layer, _, leaf = name.rpartition(".")
     other = f"{layer}.{'fc2_weight' if leaf == 'fc1_weight' else 'fc1_weight'}"
-    if other not in found or found[other].scheme != found[name].scheme:
+    if other not in matrices or matrices[other].scheme != matrices[name].scheme:
         raise InputError(
-            f"--fp8: {name} runs in FP8, and {other} {'by another recipe' if other in found else 'does not'}: readers have one "
-            "scheme for both matrices of experts. Export without --fp8, or train both alike (fp8.skip, fp8.layers)."
+            f"--fp8: {name} runs in FP8, and {other} {'by another recipe' if other in matrices else 'does not'}: readers have "
+            "one scheme for both matrices of experts. Export without --fp8, or train both alike (fp8.skip, fp8.layers)."
         )
 
 

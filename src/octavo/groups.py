@@ -81,19 +81,19 @@ def factors_of(
 def decay_groups(model: nn.Module, weight_decay: float, factors: Mapping[str, float] | None = None) -> list[dict[str, Any]]:
     """See `parameter_groups`. factors: rate factor by parameter; each group stores its factor as `lr_scale`."""
     exempt = _norms_and_biases(model)
-    found: dict[tuple[bool, float], list[nn.Parameter]] = {}
+    by_settings: dict[tuple[bool, float], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         if isinstance(parameter, UninitializedParameter):
             raise InputError(f"octavo.parameter_groups: {name} has no shape yet: run a forward of the lazy module first.")
         other = parameter in exempt or _dimensions(parameter) < 2
-        found.setdefault((other, 1.0 if factors is None else factors[name]), []).append(parameter)
-    if not found:
+        by_settings.setdefault((other, 1.0 if factors is None else factors[name]), []).append(parameter)
+    if not by_settings:
         raise InputError(f"octavo.parameter_groups: {type(model).__name__} has no parameter that is trained (requires_grad).")
     groups = []
-    for other, factor in sorted(found, key=lambda each: (each[0], -each[1])):
-        group = {"params": found[other, factor], "weight_decay": 0.0 if other else float(weight_decay)}
+    for other, factor in sorted(by_settings, key=lambda each: (each[0], -each[1])):
+        group = {"params": by_settings[other, factor], "weight_decay": 0.0 if other else float(weight_decay)}
         groups.append(group if factors is None else group | {"lr_scale": factor})
     return groups
 
@@ -114,13 +114,13 @@ def _norms_and_biases(model: nn.Module) -> set[nn.Parameter]:
             f"octavo.parameter_groups: {flat} is PyTorch's FullyShardedDataParallel, whose parameters are flat, so that "
             "matrices and vectors look alike. Shard by octavo.transform or fully_shard, or choose by name."
         )
-    found: set[nn.Parameter] = set()
+    exempt: set[nn.Parameter] = set()
     for module in model.modules():
         is_norm = type(module).__name__.endswith("Norm")
         for leaf, parameter in module.named_parameters(recurse=False):
             if is_norm or leaf.startswith("layer_norm") or "bias" in leaf:
-                found.add(parameter)
-    return found
+                exempt.add(parameter)
+    return exempt
 
 
 def first_fsdp1(model: nn.Module) -> str | None:

@@ -140,14 +140,14 @@ def find_instance(name: str) -> Instance | None:
 def installed_gpus() -> list[str]:
     """The driver's names of this machine's GPUs, those of CUDA_VISIBLE_DEVICES; empty without nvidia-smi. Needs no torch."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    found = (_nvidia_smi("name") or "").splitlines()
+    names = (_nvidia_smi("name") or "").splitlines()
     if visible is None:
-        return found
+        return names
     chosen = list(takewhile(lambda name: name not in ("", "-1"), (name.strip() for name in visible.split(","))))
     if not all(name.isdecimal() for name in chosen):  # UUIDs of GPUs or of MIG slices
-        return found[: len(chosen)]
+        return names[: len(chosen)]
     # CUDA ignores the first number without a GPU, and all after it.
-    return [found[number] for number in takewhile(lambda number: number < len(found), map(int, chosen))]
+    return [names[number] for number in takewhile(lambda number: number < len(names), map(int, chosen))]
 
 
 @dataclass(frozen=True)
@@ -164,8 +164,8 @@ class Device:
 def lookup(name: str) -> Gpu | None:
     """The GPU of this name, in the driver's or the table's form; None if unknown; names must match exactly."""
     bare = name.strip().removeprefix("NVIDIA ")
-    found = (g for g in GPUS if bare.casefold() == g.name.casefold() or re.fullmatch(g.pattern, bare, re.IGNORECASE))
-    return next(found, None)
+    matches = (g for g in GPUS if bare.casefold() == g.name.casefold() or re.fullmatch(g.pattern, bare, re.IGNORECASE))
+    return next(matches, None)
 
 
 def describe_device(device: torch.device | str | int | None = None) -> Device:
@@ -205,8 +205,8 @@ def cpu_name() -> str:
     """The processor's model name, else its architecture."""
     info = Path("/proc/cpuinfo")
     text = info.read_text(encoding="utf-8", errors="replace") if info.is_file() else ""
-    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    return found.group(1).strip() if found else platform.processor() or platform.machine() or "CPU"
+    match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return match.group(1).strip() if match else platform.processor() or platform.machine() or "CPU"
 
 
 def driver_version() -> str | None:

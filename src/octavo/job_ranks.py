@@ -91,20 +91,20 @@ def adopt_ranks(*, meet: bool = True) -> None:
         InputError: variables contradict each other, or do not determine the host or port.
     """
     environment = os.environ
-    if TORCHRUN in environment or (found := _found(environment)) is None or found.world == 1:
+    if TORCHRUN in environment or (job := _found(environment)) is None or job.world == 1:
         return
-    if _is_nested(environment, found):
+    if _is_nested(environment, job):
         return
-    _agree(environment, found)
-    values = {"RANK": found.rank, "WORLD_SIZE": found.world, "LOCAL_RANK": found.local, "LOCAL_WORLD_SIZE": found.local_world}
+    _agree(environment, job)
+    values = {"RANK": job.rank, "WORLD_SIZE": job.world, "LOCAL_RANK": job.local, "LOCAL_WORLD_SIZE": job.local_world}
     place: dict[str, object] = {}
     if meet:
-        place["MASTER_ADDR"] = environment.get("MASTER_ADDR") or _host(environment, found)
-        place["MASTER_PORT"] = environment.get("MASTER_PORT") or _port(environment, found)
+        place["MASTER_ADDR"] = environment.get("MASTER_ADDR") or _host(environment, job)
+        place["MASTER_PORT"] = environment.get("MASTER_PORT") or _port(environment, job)
     for name, value in (values | place).items():
         if value is not None:
             environment[name] = str(value)
-    if found.local_world and (threads := _threads(environment, found.local_world)):
+    if job.local_world and (threads := _threads(environment, job.local_world)):
         environment.setdefault("OMP_NUM_THREADS", str(threads))
 
 
@@ -124,16 +124,16 @@ def alone_in_job() -> str:
 
 def started_by() -> str:
     """The launcher that started several ranks, with the variables that show it; empty without one."""
-    if TORCHRUN in os.environ or (found := _found(os.environ)) is None or found.world == 1:
+    if TORCHRUN in os.environ or (job := _found(os.environ)) is None or job.world == 1:
         return ""
-    return f"{found.names.launcher} has started {found.world} ({found.world_name})"
+    return f"{job.names.launcher} has started {job.world} ({job.world_name})"
 
 
 def refuse_ranks_of_ranks(ranks: int) -> None:
     """Refuse to start ranks in each task of a launcher."""
-    if found := started_by():
+    if tasks := started_by():
         raise InputError(
-            f"--ranks {ranks} starts ranks on one host, but {found} already, which train together: leave --ranks out, or start "
+            f"--ranks {ranks} starts ranks on one host, but {tasks} already, which train together: leave --ranks out, or start "
             "one task."
         )
 
@@ -217,45 +217,45 @@ def _tasks_here(environment: Mapping[str, str]) -> int | None:
     return counts[int(node)] if node.isdecimal() and int(node) < len(counts) else None
 
 
-def _checked(found: _Found) -> _Found:
-    names = found.names
-    if not 0 <= found.rank < found.world:
+def _checked(job: _Found) -> _Found:
+    names = job.names
+    if not 0 <= job.rank < job.world:
         raise InputError(
-            f"{names.rank} = {found.rank} and {found.world_name} = {found.world} in the environment: ranks count from 0 to "
-            f"{found.world_name} - 1. Unset {names.rank} for one rank."
+            f"{names.rank} = {job.rank} and {job.world_name} = {job.world} in the environment: ranks count from 0 to "
+            f"{job.world_name} - 1. Unset {names.rank} for one rank."
         )
-    return found
+    return job
 
 
-def _is_nested(environment: Mapping[str, str], found: _Found) -> bool:
+def _is_nested(environment: Mapping[str, str], job: _Found) -> bool:
     """True if a launcher inside each task has set consistent variables of more ranks."""
     if not all(environment.get(name, "").isdecimal() for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
         return False
     world, rank = int(environment["WORLD_SIZE"]), int(environment["RANK"])
-    return world > found.world and world % found.world == 0 and rank * found.world // world == found.rank
+    return world > job.world and world % job.world == 0 and rank * job.world // world == job.rank
 
 
-def _agree(environment: Mapping[str, str], found: _Found) -> None:
+def _agree(environment: Mapping[str, str], job: _Found) -> None:
     """Refuse torchrun variables that contradict the launcher's."""
-    names = found.names
+    names = job.names
     for name, value, theirs in (
-        ("WORLD_SIZE", found.world, found.world_name),
-        ("RANK", found.rank, names.rank),
-        ("LOCAL_RANK", found.local, names.local),
-        ("LOCAL_WORLD_SIZE", found.local_world, "the tasks of this host"),
+        ("WORLD_SIZE", job.world, job.world_name),
+        ("RANK", job.rank, names.rank),
+        ("LOCAL_RANK", job.local, names.local),
+        ("LOCAL_WORLD_SIZE", job.local_world, "the tasks of this host"),
     ):
         if name in environment and value is not None and _number(environment, name) != value:
             raise InputError(
                 f"{name} = {environment[name]} and {theirs} = {value} in the environment contradict each other: unset {name} "
-                f"to train as the {found.world} ranks of {names.launcher}. For one rank in each task unset {names.rank} "
+                f"to train as the {job.world} ranks of {names.launcher}. For one rank in each task unset {names.rank} "
                 f"(env -u {names.rank} …)."
             )
 
 
-def _host(environment: Mapping[str, str], found: _Found) -> str:
+def _host(environment: Mapping[str, str], job: _Found) -> str:
     """The host of rank 0."""
-    names = found.names
-    if found.local_world == found.world:
+    names = job.names
+    if job.local_world == job.world:
         return _LOOPBACK
     if names is _SLURM:
         if "arbitrary" in environment.get("SLURM_DISTRIBUTION", ""):
@@ -266,8 +266,8 @@ def _host(environment: Mapping[str, str], found: _Found) -> str:
         if address := environment.get("SLURM_LAUNCH_NODE_IPADDR"):
             return address
         raise _unknown_host("SLURM_STEP_NODELIST is not set", "node of rank 0")
-    here = f"{names.local_world} = {found.local_world}" if found.local_world else f"{names.local_world} is not set"
-    raise _unknown_host(f"{names.world} = {found.world} and {here}: ranks on several hosts, whose addresses MPI does not give",
+    here = f"{names.local_world} = {job.local_world}" if job.local_world else f"{names.local_world} is not set"
+    raise _unknown_host(f"{names.world} = {job.world} and {here}: ranks on several hosts, whose addresses MPI does not give",
                         "host of rank 0")  # fmt: skip
 
 
@@ -298,16 +298,16 @@ def _parts(nodes: str) -> Iterator[str]:
     return (part[0] for part in re.finditer(r"(?:[^,\[]|\[[^]]*\])+", nodes))
 
 
-def _port(environment: Mapping[str, str], found: _Found) -> int:
+def _port(environment: Mapping[str, str], job: _Found) -> int:
     """A port that all ranks of a job derive equally, and other jobs rarely."""
-    names = found.names
-    job = [f"{name}={environment[name]}" for name in names.job if environment.get(name)]
-    if not job:
+    names = job.names
+    identity = [f"{name}={environment[name]}" for name in names.job if environment.get(name)]
+    if not identity:
         raise InputError(
             f"MASTER_PORT is not set, and nothing identifies this job of {names.launcher} ({names.job[0]} is not set). "
             "Set MASTER_PORT to a free port of the host of rank 0, the same for all ranks."
         )
-    return FIRST_PORT + zlib.crc32(" ".join(job).encode()) % PORTS
+    return FIRST_PORT + zlib.crc32(" ".join(identity).encode()) % PORTS
 
 
 def _threads(environment: Mapping[str, str], tasks: int) -> int:

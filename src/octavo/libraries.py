@@ -54,11 +54,11 @@ def cudnn_of_map(text: str) -> list[str]:
 
 def cudnn_on_disk() -> dict[str, str]:
     """Paths of cuDNN that a loader may find → their origin: LD_LIBRARY_PATH, ldconfig, or a pip wheel."""
-    found: dict[str, str] = {}
+    loaded_by: dict[str, str] = {}
     for path, by in (*_by_variable(), *cudnn_of_ldconfig(_ldconfig()), *_by_wheel()):
-        if path not in found and not any(Path(path).samefile(other) for other in found):
-            found[path] = by
-    return found
+        if path not in loaded_by and not any(Path(path).samefile(other) for other in loaded_by):
+            loaded_by[path] = by
+    return loaded_by
 
 
 def cudnn_of_ldconfig(text: str) -> Iterator[tuple[str, str]]:

@@ -225,14 +225,14 @@ def matrices(model: nn.Module, *patterns: str) -> Matrices:
     settle(model)
     way = conversion_of(model)
     chosen: list[_Joined] = []
-    found: list[str] = []
+    of_model: list[str] = []
     blocks = parameters_of(model)
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         block = blocks[parameter]
         names = tuple(_split(way, name, torch.empty(with_block(parameter, block).shape, device="meta")))
-        found += names
+        of_model += names
         here = [one for one in names if not patterns or any(fnmatch(one, pattern) for pattern in patterns)]
         if here and len(here) < len(names):
             left = [one for one in names if one not in here]
@@ -243,8 +243,8 @@ def matrices(model: nn.Module, *patterns: str) -> Matrices:
         if here:
             chosen.append(_Joined(name, parameter, names, block))
     for pattern in patterns:
-        if not any(fnmatch(one, pattern) for one in found):
-            raise InputError(f"octavo.matrices: no matrix matches {pattern!r}. Known are {some(found)}.")
+        if not any(fnmatch(one, pattern) for one in of_model):
+            raise InputError(f"octavo.matrices: no matrix matches {pattern!r}. Known are {some(of_model)}.")
     if not chosen:
         raise InputError(f"octavo.matrices: {type(model).__name__} has no trained matrix.")
     return Matrices(model, chosen, way)
@@ -253,17 +253,17 @@ def matrices(model: nn.Module, *patterns: str) -> Matrices:
 def _split(way: Conversion | None, name: str, tensor: Tensor) -> dict[str, Tensor]:
     """The matrices of a whole parameter, views if strides allow; none for a parameter that is not a matrix."""
     pieces = {name: tensor} if way is None else way.split(name, tensor)
-    found: dict[str, Tensor] = {}
+    matrices: dict[str, Tensor] = {}
     for source, piece in pieces.items():
         if piece.ndim == 2:
-            found[source] = piece
+            matrices[source] = piece
         elif piece.ndim == 3 and ".experts." in source:
             for expert, matrix in enumerate(piece):
                 if way is not None and source.endswith("gate_up_proj"):
-                    found[f"{source}.{expert}.gate"], found[f"{source}.{expert}.up"] = matrix.chunk(2)
+                    matrices[f"{source}.{expert}.gate"], matrices[f"{source}.{expert}.up"] = matrix.chunk(2)
                 else:
-                    found[f"{source}.{expert}"] = matrix
-    return found
+                    matrices[f"{source}.{expert}"] = matrix
+    return matrices
 
 
 def _join(way: Conversion | None, name: str, parts: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:

@@ -111,10 +111,10 @@ def path_fault(text: str, *, hub: bool = False) -> str:
         way = f"write {value!r}" if value != text else "it is not set here, so write the path itself"
         told = f"{variable[0]} is a variable, which a shell expands and Octavo does not"
         return f"{told}: {way}. A folder of that name is './{text}'."
-    found = _ADDRESS.match(text.strip())
-    if found is None:
+    match = _ADDRESS.match(text.strip())
+    if match is None:
         return ""
-    scheme, name = found[1].lower(), re.split(r"[/\\]", text.strip().rstrip("/\\"))[-1]
+    scheme, name = match[1].lower(), re.split(r"[/\\]", text.strip().rstrip("/\\"))[-1]
     if scheme == "file":
         return f"it is an address: write the path itself, {_path_in(text.strip())!r}."
     if hub and (there := _OF_THE_HUB.fullmatch(text.strip())) and scheme in ("hf", "http", "https"):
@@ -124,7 +124,7 @@ def path_fault(text: str, *, hub: bool = False) -> str:
     here = name if name and ":" not in name else "run"
     way = " (for a bucket `aws s3 sync`, `gcloud storage rsync` or `azcopy`)"
     return (
-        f"it is an address ({found[1]}:), and Octavo reads and writes only local file systems. Give a path, "
+        f"it is an address ({match[1]}:), and Octavo reads and writes only local file systems. Give a path, "
         f"such as {here!r}, and copy from or to the address{way}, or mount it. A folder of that name is './{text.strip()}'."
     )
 

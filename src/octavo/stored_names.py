@@ -30,9 +30,9 @@ _STORED = tuple(
 def stored_name(name: str) -> str:
     """The stored name of a parameter, or of a module, in a model whose layers all have plain names."""
     for pattern, stored in _STORED:
-        found, count = pattern.subn(stored, name, count=1)
+        renamed, count = pattern.subn(stored, name, count=1)
         if count:
-            return found
+            return renamed
     return name
 
 

@@ -245,12 +245,12 @@ def _adopt_orphans(adopts: bool) -> bool:
 
 def children(parent: int) -> list[int]:
     """The children of a process of this host, also those that have ended and were not waited for."""
-    found = []
+    processes = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, IndexError):
             if int(fields_of(path)[1]) == parent:
-                found.append(int(path.parent.name))
-    return found
+                processes.append(int(path.parent.name))
+    return processes
 
 
 def fields_of(stat: Path | str) -> list[bytes]:

@@ -66,8 +66,8 @@ def untested(package: str) -> str | None:
     except importlib.metadata.PackageNotFoundError:
         return None
     first, last = TESTED[package]
-    found = re.match(r"(\d+)\.(\d+)", version)
-    if found is None or first <= (int(found[1]), int(found[2])) <= last:
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if match is None or first <= (int(match[1]), int(match[2])) <= last:
         return None
     return f"{package} {version} was not tested with Octavo; versions {_text(first)} to {_text(last)} were"
 
@@ -87,8 +87,8 @@ def lacking() -> str | None:
 def broken(error: BaseException) -> str | None:
     """A sentence about the private name that an import or access did not find; None for other errors."""
     if isinstance(error, ImportError):
-        found = re.match(r"cannot import name '(\w+)'", str(error))
-        name = f"{error.name}.{found[1]}" if found else str(error.name)
+        match = re.match(r"cannot import name '(\w+)'", str(error))
+        name = f"{error.name}.{match[1]}" if match else str(error.name)
         private = "." in name  # everything that Octavo imports from inside these packages is listed in tests/contract
     elif isinstance(error, AttributeError):
         owner = error.obj if hasattr(error.obj, "__name__") else type(error.obj)

@@ -165,12 +165,12 @@ class Library:
 
     def gradients(self, module: nn.Module, layer: LayerCase) -> Tensors:
         """The gradients of the parameters, in the drawn order of rows."""
-        found = {}
+        tensors = {}
         for name, parameter in module.named_parameters():
             assert parameter.grad is not None, name
             rows = deinterleave(parameter.grad) if self._alternates(name, layer) else (parameter.grad,)
-            found[f"{name}.grad"] = torch.cat(rows)
-        return found
+            tensors[f"{name}.grad"] = torch.cat(rows)
+        return tensors
 
     def _alternates(self, name: str, layer: LayerCase) -> bool:
         return self.interleaved and "fc1_" in name and layer.activation == "swiglu"
@@ -256,11 +256,11 @@ def found_tensors(
     return {"output": y, "input.grad": dx, **library.gradients(module, layer)}
 
 
-def error(found: Tensor, expected: Tensor) -> float:
-    """‖found − expected‖ / ‖expected‖ in float64."""
-    if found.shape != expected.shape:
-        raise ValueError(f"shape {list(found.shape)} instead of {list(expected.shape)}")
-    far = float((found.double() - expected).norm() / expected.norm())
+def error(result: Tensor, expected: Tensor) -> float:
+    """‖result − expected‖ / ‖expected‖ in float64."""
+    if result.shape != expected.shape:
+        raise ValueError(f"shape {list(result.shape)} instead of {list(expected.shape)}")
+    far = float((result.double() - expected).norm() / expected.norm())
     if not math.isfinite(far):
         raise ValueError(f"a relative error of {far}")
     return far
@@ -310,8 +310,8 @@ def measure_layers(
             failures: dict[str, str] = {}
             for library in libraries:
                 with recorded(failures, f"{layer.name}, {recipe}: {library.name}", say, key=f"{library.name}_failed"):
-                    found = (found_tensors(library, layer, size, recipe, *one, passes) for one in drawn)
-                    medians[library.name] = _median_errors(found, expected)
+                    results = (found_tensors(library, layer, size, recipe, *one, passes) for one in drawn)
+                    medians[library.name] = _median_errors(results, expected)
             for tensor in expected[0]:
                 errors = {f"{name}_error": medians.get(name, {}).get(tensor) for name in ("octavo", "te")}
                 rows.append({"layer": layer.name, "recipe": recipe, "tensor": tensor, **errors, **failures, **sizes})
@@ -331,21 +331,21 @@ def _time(
     say: Callable[[str], None],
 ) -> None:
     """Add the times of a layer under each recipe to its rows, or the reason for none."""
-    found: dict[str, Any] = {}
-    with recorded(found, f"{layer.name}: time", say, key="time_failed"):
+    timings: dict[str, Any] = {}
+    with recorded(timings, f"{layer.name}: time", say, key="time_failed"):
         drawn = draw(layer, size, device, 0)
         times = timer(*(steps_of(OCTAVO, layer, size, recipe, *drawn)[1] for recipe in RECIPES))
-        found |= dict(zip(RECIPES, times, strict=True))
+        timings |= dict(zip(RECIPES, times, strict=True))
     for row in rows:
         if row["layer"] == layer.name:
-            fault = {key: found[key] for key in ("time_failed",) if key in found}
-            row |= fault or {"octavo_us": found[row["recipe"]]}
+            fault = {key: timings[key] for key in ("time_failed",) if key in timings}
+            row |= fault or {"octavo_us": timings[row["recipe"]]}
             row["timed"] = list(size[:3])
 
 
-def _median_errors(found: Iterable[Tensors], expected: list[Tensors]) -> dict[str, float]:
-    """By tensor; both have an item for each seed, and one of `found` is in memory at a time."""
+def _median_errors(results: Iterable[Tensors], expected: list[Tensors]) -> dict[str, float]:
+    """By tensor; both have an item for each seed, and one of `results` is in memory at a time."""
     errors = [
-        {name: error(one[name], tensor) for name, tensor in other.items()} for one, other in zip(found, expected, strict=True)
+        {name: error(one[name], tensor) for name, tensor in other.items()} for one, other in zip(results, expected, strict=True)
     ]
     return {name: statistics.median(seed[name] for seed in errors) for name in expected[0]}

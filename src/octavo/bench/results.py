@@ -114,13 +114,13 @@ def write(files: Mapping[Path, dict[str, Any]]) -> None:
         write_atomic(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
 
 
-def check_figures(found: Mapping[str, bool]) -> None:
+def check_figures(figures: Mapping[str, bool]) -> None:
     """Check that each workload has a figure.
 
     Raises:
         OctavoError: names the workloads whose entries all failed.
     """
-    if without := [name for name, has in found.items() if not has]:
+    if without := [name for name, has in figures.items() if not has]:
         raise OctavoError(f"no entry gave a figure of {some(without)}. The results are written, with the reason in each row.")
 
 
@@ -228,8 +228,8 @@ def print_times(results: dict[str, Any], console: Console) -> None:
 
 def _errors(row: dict[str, Any], beside: bool) -> list[str]:
     """The error, and with `beside` Transformer Engine's and their ratio; "-" for a missing one."""
-    found = [row["octavo_error"], *([row["te_error"]] if beside else [])]
-    cells = ["-" if one is None else f"{one:.3%}" for one in found]
+    errors = [row["octavo_error"], *([row["te_error"]] if beside else [])]
+    cells = ["-" if one is None else f"{one:.3%}" for one in errors]
     ratio = _ratio(row)
     return [*cells, "-" if ratio is None else f"{ratio:.3f}"] if beside else cells
 

@@ -66,11 +66,11 @@ def run_suite(
     for name in cases or ():
         if name not in KNOWN[suite]:
             raise unknown("case", name, KNOWN[suite])
-    found = device_of(device)
+    used = device_of(device)
     if suite == "kernels":
-        check_gpu(suite, found)
-    if (tokens, hidden) != (None, None) and (suite == "kernels" or found.type != "cuda"):
-        why = "kernels have their shapes" if suite == "kernels" else f"nothing is timed on the device {found.type}"
+        check_gpu(suite, used)
+    if (tokens, hidden) != (None, None) and (suite == "kernels" or used.type != "cuda"):
+        why = "kernels have their shapes" if suite == "kernels" else f"nothing is timed on the device {used.type}"
         raise InputError(f"--tokens and --hidden are of the timed layers on a GPU: {why}. Remove them.")
     timed = size_of(tokens, hidden)
     output = output or Path()
@@ -80,12 +80,12 @@ def run_suite(
     first, second = STEPS[suite]
     count, before = first if steps is None else steps, second if warmup is None else warmup
     if suite == "kernels":
-        rows = measure_kernels(chosen, found, iterations=count, warmup=before, say=say)
+        rows = measure_kernels(chosen, used, iterations=count, warmup=before, say=say)
     else:
         rows = measure_layers(
-            chosen, found, [OCTAVO], seeds=count, settling=before, say=say, timer=_timer(found, before), timed=timed
+            chosen, used, [OCTAVO], seeds=count, settling=before, say=say, timer=_timer(used, before), timed=timed
         )
-    name = f"cuda:{found.index or 0}" if found.type == "cuda" else "cpu"
+    name = f"cuda:{used.index or 0}" if used.type == "cuda" else "cpu"
     document = results.document(suite, command, describe_device(name), rows)
     results.write({file: document})
     say(f"wrote {file}")
@@ -139,8 +139,8 @@ def check_figures(document: dict[str, Any]) -> None:
     Raises:
         OctavoError: names those without.
     """
-    found: dict[str, bool] = {}
+    figures: dict[str, bool] = {}
     for row in document["rows"]:
         name, has = row.get("layer", row.get("workload")), "error" not in row and row.get("octavo_error", 0) is not None
-        found[name] = found.get(name, False) or has
-    results.check_figures(found)
+        figures[name] = figures.get(name, False) or has
+    results.check_figures(figures)

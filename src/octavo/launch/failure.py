@@ -27,7 +27,7 @@ def reason(log: Path, job: Mapping[str, Any]) -> str:
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
         text = file.read().decode(errors="replace")
-    errors = [found.strip().removeprefix("octavo: ").rstrip(".") for found in _ERROR.findall(text)]
+    errors = [match.strip().removeprefix("octavo: ").rstrip(".") for match in _ERROR.findall(text)]
     uncaught = faults.first(log.with_name(faults.NAME)).rstrip(".")
     last = next((line for line in errors if _NO_MEMORY.search(line)), uncaught or (errors[-1] if errors else ""))
     what = _shown(last)

@@ -54,11 +54,11 @@ def of_this_process() -> Faults | None:
 def first(path: Path) -> str:
     """The reason of the first error, preferably not that of a lost peer; empty without one."""
     try:
-        found = _parsed(path.read_text(encoding="utf-8"))
+        faults = _parsed(path.read_text(encoding="utf-8"))
     except OSError:
         return ""
-    causes = [one["reason"] for one in found if not _LOST.search(one["reason"])]
-    return str(next(iter(causes or [one["reason"] for one in found]), ""))
+    causes = [one["reason"] for one in faults if not _LOST.search(one["reason"])]
+    return str(next(iter(causes or [one["reason"] for one in faults]), ""))
 
 
 def _parsed(text: str) -> list[dict[str, Any]]:

@@ -81,17 +81,17 @@ class Job:
     @property
     def state(self) -> dict[str, Any]:
         """The current state: `status`, `exit_code`, `reason` and others."""
-        found = read(self.folder / "state.json")
-        if found.get("status") in FINAL or self._is_alive(found):
-            return found
-        if not found:  # its supervisor is being started, unless the folder has been removed
+        state = read(self.folder / "state.json")
+        if state.get("status") in FINAL or self._is_alive(state):
+            return state
+        if not state:  # its supervisor is being started, unless the folder has been removed
             gone = not self.folder.is_dir()
             reason = f"its folder was removed: {self.folder}" if gone else ""
             return {"status": "Failed" if gone else "InProgress", "exit_code": EXIT_FAILED if gone else None, "reason": reason}
-        found = read(self.folder / "state.json")  # it may have ended meanwhile
-        if found.get("status") in FINAL:
-            return found
-        return found | {
+        state = read(self.folder / "state.json")  # it may have ended meanwhile
+        if state.get("status") in FINAL:
+            return state
+        return state | {
             "status": "Failed",
             "exit_code": EXIT_FAILED,
             "reason": "the job was killed: its supervisor ended without a final state (kill -9, no memory, or a restart)",
@@ -265,14 +265,14 @@ def read(path: Path) -> dict[str, Any]:
         InputError: it is not a JSON object.
     """
     try:
-        found = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
+        content = None
+    if not isinstance(content, dict):
         raise InputError(f"{path} was changed by hand, or damaged: it is not a JSON object. The job cannot be reached.")
-    return found
+    return content
 
 
 def write(path: Path, content: dict[str, Any]) -> None:

@@ -198,9 +198,9 @@ class HeartbeatThread:
 
     def _find_failure(self, heartbeat: Heartbeat, dead: list[int], request: _Request | None) -> Failure | None:
         """The failure, as far as this rank can see."""
-        found = self._killed(dead) or self._silent(self._peers, self.timeout)
-        if found is not None:
-            return found
+        failure = self._killed(dead) or self._silent(self._peers, self.timeout)
+        if failure is not None:
+            return failure
         if request is None:
             stuck = diagnosis.stuck(self._peer_heartbeats() | {self.rank: heartbeat}, self.timeout)
             if stuck is None:
@@ -232,11 +232,11 @@ class HeartbeatThread:
     def _diagnose_without_store(self) -> None:
         """Diagnose from the processes of this host and this rank's exception."""
         request = self._request
-        found = self._killed(self._dead_ranks())
-        if found is None and request is not None and not request.uncertain:
-            found = request.failure
-        if found is not None:
-            self._agree(found)
+        failure = self._killed(self._dead_ranks())
+        if failure is None and request is not None and not request.uncertain:
+            failure = request.failure
+        if failure is not None:
+            self._agree(failure)
         elif not self._ended:
             self.failure = Failure("store", found_by=self.rank, host=self._host)  # reported if this rank fails
         self._answered.set()

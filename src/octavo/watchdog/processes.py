@@ -88,9 +88,9 @@ def tell_launcher(message: str, code: int) -> None:
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
-        found = {"message": message, "errorCode": code, "extraInfo": {"timestamp": str(int(time.time()))}}
+        report = {"message": message, "errorCode": code, "extraInfo": {"timestamp": str(int(time.time()))}}
         with contextlib.suppress(OSError):
-            Path(path).write_text(json.dumps({"message": found}), encoding="utf-8")
+            Path(path).write_text(json.dumps({"message": report}), encoding="utf-8")
 
 
 def wait_for_rank_0(seconds: float) -> None:
