@@ -64,8 +64,8 @@ def block(names: Sequence[str], results: Path, folder: Path) -> str:
     exposed = any("exposed_communication_ms" in row for row in rows)
     attention = any(kernel_of(row) for row in rows)
     units = {"images" if "images_per_second" in row else "tokens" for row in rows if "error" not in row}
-    rate = f"{' or '.join(sorted(units, reverse=True))}/s{' of a GPU' * any(row.get('gpus', 1) > 1 for row in rows)}"
-    titles = ["workload", "entry", *["GPUs"] * several, rate, "ms a step", *["not hidden"] * exposed, "MFU", "peak GiB"]
+    rate = f"{' or '.join(sorted(units, reverse=True))}/s{' per GPU' * any(row.get('gpus', 1) > 1 for row in rows)}"
+    titles = ["workload", "entry", *["GPUs"] * several, rate, "ms a step", *["exposed"] * exposed, "MFU", "peak GiB"]
     titles += [*["attention"] * attention, *[f"{_TIMES} best peer"] * compared]
     table = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for name, document in documents.items():
@@ -105,7 +105,7 @@ def conditions(documents: Iterable[Mapping[str, Any]]) -> str:
     order = {(): "", (True,): "; entries in two alternating rounds", (False,): "; entries one after the other"}
     sentences = []
     for text, orders in said.items():
-        mixed = f"; entries in two alternating rounds, of {'; '.join(orders.get(False, []))} one after the other"
+        mixed = f"; entries in two alternating rounds, but one after the other for {'; '.join(orders.get(False, []))}"
         sentences.append(f"{text}{order.get(tuple(orders), mixed)}.")
     return "Measured: " + " ".join(sentences)
 

@@ -269,7 +269,7 @@ def _figure(line: Line) -> str:
     octavo, peer = line.octavo, line.peer
     unit = "images" if "images_per_second" in octavo else "tokens"
     where = f"one {_gpu(line)}" if octavo["gpus"] == 1 else f"{octavo['gpus']} {_gpu(line)}s"
-    memory = f", in {octavo['peak_gib']:.1f} GiB where that takes {peer['peak_gib']:.1f}" if octavo.get("peak_gib") else ""
+    memory = f", in {octavo['peak_gib']:.1f} GiB against {peer['peak_gib']:.1f}" if octavo.get("peak_gib") else ""
     fastest = f"{speed(octavo) / speed(peer):.2f} times the fastest peer at its fastest setting ({setting(peer, line.machine)})"
     return f"On {where} it trains {title_of(octavo)}, at **{speed(octavo):,.0f} {unit}/s**: {fastest}{memory}."
 
@@ -281,7 +281,7 @@ def _gpu(line: Line) -> str:
 def _best(lines: Sequence[Line], folder: Path) -> list[str]:
     """A line for each workload: Octavo by its defaults and the best peer."""
     times = "\N{MULTIPLICATION SIGN}"
-    titles = ("tokens or images/s of a GPU", "Octavo", "best peer", times, "GiB, Octavo and peer", "the peer's setting")
+    titles = ("tokens or images/s per GPU", "Octavo", "best peer", times, "GiB, Octavo and peer", "the peer's setting")
     text = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for line in lines:
         octavo, peer = line.octavo, line.peer

@@ -70,10 +70,10 @@ def test_conditions_that_files_share_are_said_once(results, tmp_path):
     alone = [row(name, 1e4, workload="llama-8b-8layers", interleaved=False) for name in ("octavo-bf16", "te-bf16")]
     folder = results(one=document(ROWS[:2]), two=document(alone), three=document([row("te-bf16", 1e4, gpus=2)], count=2))
     text = " ".join(pages.block(["one", "two", "three"], folder, tmp_path).split())
-    shared = "2026-11-27, one H100, torch 2.11.0, flash-attn-4 4.0.0b36; entries in two alternating rounds, of eight layers of "
-    shared += "Llama-3.1-8B, "
-    assert f"Measured: {shared}4 \N{MULTIPLICATION SIGN} 4,096 tokens one after the other. 2026-11-27, 2 H100s, " in text
-    assert "| GPUs | tokens/s of a GPU |" in text
+    shared = "2026-11-27, one H100, torch 2.11.0, flash-attn-4 4.0.0b36; entries in two alternating rounds, but one "
+    shared += "after the other for eight layers of Llama-3.1-8B, "
+    assert f"Measured: {shared}4 \N{MULTIPLICATION SIGN} 4,096 tokens. 2026-11-27, 2 H100s, " in text
+    assert "| GPUs | tokens/s per GPU |" in text
 
 
 @pytest.mark.parametrize(

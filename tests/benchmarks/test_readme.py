@@ -89,7 +89,7 @@ def test_ratios_are_to_the_best_peer_at_its_best_setting(folder):
     assert page.count(f": {command} -->\n") == 2
     times, setting = "\N{MULTIPLICATION SIGN}", "Transformer Engine 2.20.2, FP8 delayed, FP8 head, attention of flash-attn-4"
     assert f"On one H100 it trains Llama-3.2-1B's shape, 4 {times} 4,096 tokens, at **96,000 tokens/s**: 1.20 times" in text
-    assert f"the fastest peer at its fastest setting ({setting}), in 24.0 GiB where that takes 20.0." in text
+    assert f"the fastest peer at its fastest setting ({setting}), in 24.0 GiB against 20.0." in text
     assert f"([JSON](benchmarks/one.json)) | **96,000** | 80,000 | 1.200 | 24.0 and 20.0 | {setting} |" in page
     assert "128 images ([JSON](benchmarks/vit.json)) | **880** | 800 | 1.101 | 0.0 and 0.0 | " in page
     assert "with all three products of the head in FP8 and fast accumulation it is 1.24 times as fast" in text
