@@ -12,14 +12,14 @@ folder = sys.argv[1]
 torch.manual_seed(0)
 sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 model = octavo.transform(LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=64)))  # before the optimizer
-samples = (torch.arange(32) + torch.randint(64, (96, 1))) % 64  # they count
+samples = (torch.arange(32) + torch.randint(64, (96, 1))) % 64  # consecutive numbers
 
-accelerator = Accelerator()  # no mixed_precision: the decoder computes in bf16 and FP8 with float32 weights by itself
+accelerator = Accelerator()  # no mixed_precision: the decoder computes in bf16 and FP8 with float32 weights
 optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
 model, optimizer, loader = accelerator.prepare(model, optimizer, torch.utils.data.DataLoader(samples, batch_size=4))
 losses = []
 for ids in loader:
-    with octavo.fp8_autocast():  # around each forward: scales change at its end
+    with octavo.fp8_autocast():  # around each forward: scales are updated at its end
         loss = model(input_ids=ids, labels=ids).loss
     accelerator.backward(loss)
     accelerator.clip_grad_norm_(model.parameters(), 1.0)

@@ -1,4 +1,4 @@
-"""Hugging Face's GPT-NeoX over ranks that share sequences: torchrun --nproc-per-node 2 examples/gpt_neox_context.py.
+"""Hugging Face's GPT-NeoX with context parallelism: torchrun --nproc-per-node 2 examples/gpt_neox_context.py.
 
 On one rank, python examples/gpt_neox_context.py, the same code computes whole sequences.
 """
@@ -19,7 +19,7 @@ from octavo import context_parallel
 def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, scaling: float | None = None, **others: Any
 ) -> tuple[Tensor, None]:
-    """Hugging Face's heads stand before the tokens, Octavo's behind them."""
+    """Hugging Face's layout is [B, H, T, D], Octavo's [B, T, H, D]."""
     out = context_parallel.attention(*(x.transpose(1, 2) for x in (query, key, value)), scale=scaling)
     return out, None
 
@@ -36,7 +36,7 @@ model = octavo.transform(model, dtype=torch.float32, device=octavo.state.device,
 optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
 
 for step in range(1, 41):
-    ids = (torch.arange(32) + torch.randint(64, (8, 1))) % 64  # they count; whole sequences, the same on every rank
+    ids = (torch.arange(32) + torch.randint(64, (8, 1))) % 64  # consecutive numbers; whole sequences, the same on every rank
     targets = functional.pad(ids[:, 1:], (0, 1), value=-100)  # shifted before the split
     positions = torch.arange(32)[None]
     parts = (context_parallel.split(x).to(octavo.state.device) for x in (ids, targets, positions))

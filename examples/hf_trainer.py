@@ -10,7 +10,7 @@ import octavo
 
 
 class Fp8Trainer(Trainer):
-    """Trainer with each forward, of training and of evaluation, in FP8."""
+    """Trainer with all forwards, in training and evaluation, in FP8."""
 
     def compute_loss_context_manager(self) -> contextlib.ExitStack:
         """The context of a forward."""

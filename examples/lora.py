@@ -1,4 +1,4 @@
-"""LoRA adapters beside FP8 layers, sharded or not, in PEFT's format: python examples/lora.py FOLDER."""
+"""LoRA adapters on FP8 layers, sharded or not, in PEFT's format: python examples/lora.py FOLDER."""
 
 import sys
 
@@ -12,12 +12,12 @@ folder = sys.argv[1]
 torch.manual_seed(0)
 sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=64)).save_pretrained(f"{folder}/base")
-samples = (torch.arange(32) + torch.randint(64, (96, 1))) % 64  # they count
+samples = (torch.arange(32) + torch.randint(64, (96, 1))) % 64  # consecutive numbers
 
 octavo.init()
 base = LlamaForCausalLM.from_pretrained(f"{folder}/base")
 model = octavo.transform(base, lora=octavo.LoRA(rank=16, targets="all-linear", save_whole=["lm_head"]))
-optimizer = torch.optim.AdamW(octavo.parameter_groups(model, 0.0), lr=5e-3)  # adapters and the head alone are trained
+optimizer = torch.optim.AdamW(octavo.parameter_groups(model, 0.0), lr=5e-3)  # trains only adapters and the head
 losses = []
 for ids in samples.split(4):
     with octavo.fp8_autocast():

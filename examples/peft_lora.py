@@ -14,7 +14,7 @@ sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hid
 base = LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=64))
 lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
 model = octavo.transform(get_peft_model(base, lora))  # adapters first: the model runs its original code, with FP8 linear layers
-samples = (torch.arange(32) + torch.randint(64, (96, 1))) % 64  # they count
+samples = (torch.arange(32) + torch.randint(64, (96, 1))) % 64  # consecutive numbers
 
 optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=5e-3)
 losses = []
@@ -26,7 +26,7 @@ for ids in samples.split(4):
     optimizer.zero_grad()
     losses.append(loss.item())
 
-model.save_pretrained(f"{folder}/adapter")  # the adapters alone, as PEFT writes them
+model.save_pretrained(f"{folder}/adapter")  # only the adapters, as PEFT writes them
 octavo.export(model.merge_and_unload(), f"{folder}/merged")
 loaded = AutoModelForCausalLM.from_pretrained(f"{folder}/merged")
 with torch.no_grad():

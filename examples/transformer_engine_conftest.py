@@ -26,7 +26,7 @@ octavo.compat.te.install()
 
 
 class OnCpu(TorchFunctionMode):
-    """Tensors for "cuda" are the CPU's."""
+    """Creates tensors for "cuda" on the CPU."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         def here(value: Any) -> Any:
@@ -38,7 +38,7 @@ class OnCpu(TorchFunctionMode):
 
 
 class CpuAutocast(torch.autocast):
-    """`torch.autocast` of the CPU, whatever the device."""
+    """`torch.autocast` for the CPU, for any device."""
 
     def __init__(self, device_type: str, **options: Any) -> None:
         super().__init__("cpu", **options)
@@ -56,7 +56,7 @@ class Internal(type):
         return cls
 
     def __setitem__(cls, key: Any, value: Any) -> None:
-        """Settings of backends, of which there are none."""
+        """Ignores settings of backends: Octavo has none."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         """Refused by name."""
@@ -64,7 +64,7 @@ class Internal(type):
 
 
 def window(kind: str, size: tuple[int, int] | None = None) -> tuple[int, int]:
-    """window_size of a mask type, as tests ask for it."""
+    """window_size for a mask type, in the form that tests expect."""
     left, right = (-1, -1) if size is None else size
     if "causal" in kind:
         return (left, 0)
@@ -72,7 +72,7 @@ def window(kind: str, size: tuple[int, int] | None = None) -> tuple[int, int]:
 
 
 def normal(sigma: float) -> Callable[[Tensor], Tensor]:
-    """Fills a weight by a normal distribution."""
+    """Fills a weight from a normal distribution."""
     return lambda weight: torch.nn.init.normal_(weight, 0.0, sigma)
 
 
@@ -86,11 +86,11 @@ VALUES: dict[str, Any] = {
     "check_set_window_size": window,
     "v4_is_installed": False,
 }
-"""Internals that tests need at work."""
+"""Internals whose function the tests need."""
 
 
 def stand_in(name: str, path: str, reason: str = "Octavo has nothing like it.") -> Any:
-    """What stands for an internal. reason: for the message of its use."""
+    """A stand-in for an internal. reason: for the message when it is used."""
     return VALUES[name] if name in VALUES else Internal(path, (), {"reason": reason})
 
 
@@ -103,12 +103,12 @@ class Internals(MetaPathFinder, Loader):
         return None if ours or fullname in MODULES else ModuleSpec(fullname, self, is_package=True)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give it stand-ins for all names."""
+        """Gives the module stand-ins for all names."""
         vars(module)["__getattr__"] = missing(module, None)
 
 
 def missing(module: ModuleType, first: Callable[[str], Any] | None) -> Callable[[str], Any]:
-    """`__getattr__` of a module: the names that `first` finds, else stand-ins."""
+    """`__getattr__` of a module: the names that `first` finds, otherwise stand-ins."""
 
     def find(name: str) -> Any:
         if name.startswith("__"):
@@ -118,7 +118,7 @@ def missing(module: ModuleType, first: Callable[[str], Any] | None) -> Callable[
             return stand_in(name, path)
         try:
             return first(name)
-        except AttributeError as error:  # with the way to the same end
+        except AttributeError as error:  # the message names the alternative
             return stand_in(name, path, str(error))
 
     return find
@@ -158,7 +158,7 @@ refused: dict[str, str] = {}
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Remember what is refused by name."""
+    """Records names that were refused."""
     for error in ("InputError: ", "NotImplementedError: "):
         if report.when == "call" and error in str(report.longrepr):
             refused[report.nodeid] = str(report.longrepr).partition(error)[2].splitlines()[0]

@@ -41,7 +41,7 @@ RECIPES = {
 
 
 class Block(octavo.nn.TransformerLayer):
-    """Octavo's layer by the signature of timm's block; what it does not compute is refused."""
+    """Octavo's layer with the signature of timm's block; unsupported arguments are refused."""
 
     def __init__(
         self, dim: int, num_heads: int, mlp_ratio: float = 4.0, qkv_bias: bool = False, qk_norm: bool = False,
@@ -87,7 +87,7 @@ def averaged(model: nn.Module, options: argparse.Namespace, device: torch.device
 
 
 def train(rank: int, options: argparse.Namespace, port: int) -> None:
-    """One rank: its step time, and that the replicas are the same to the last bit."""
+    """One rank: measures the step time, and checks that replicas are bit-identical."""
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
     if on_gpu:
@@ -102,7 +102,7 @@ def train(rank: int, options: argparse.Namespace, port: int) -> None:
     gradients = averaged(model, options, device, fp8)
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=options.momentum)
     side, classes = (224, 1000) if on_gpu else (TINY["img_size"], TINY["num_classes"])
-    torch.manual_seed(1 + rank)  # every rank has other images
+    torch.manual_seed(1 + rank)  # different images on every rank
     seconds = []
     for step in range(options.steps):
         images = torch.randn(options.batch, 3, side, side, device=device)
@@ -122,8 +122,8 @@ def train(rank: int, options: argparse.Namespace, port: int) -> None:
         rate = options.gpus * options.batch / mean
         print(f"{precision}: loss {loss.item():.3f}, {mean:.4f} s a step, {rate:,.0f} images/s on {options.gpus} ranks")
         print("replicas are the same" if len(set(digests)) == 1 else "REPLICAS DIFFER", flush=True)
-    del gradients  # a graph or DistributedDataParallel before its process group
-    dist.barrier()  # nobody leaves while another still talks to it
+    del gradients  # destroy the graph or DistributedDataParallel before the process group
+    dist.barrier()  # no rank exits while another still communicates with it
     dist.destroy_process_group()
 
 

@@ -26,71 +26,73 @@ class DataConfig(Section):
     )
     weights: list[Annotated[float, Field(gt=0)]] = Field(
         [],
-        description="Shares of the sources in training, one positive number each, on any scale; without them all are joined.",
+        description="Shares of the sources in training, one positive number each, on any scale; without them the sources "
+        "are concatenated.",
     )
     validation_source: Annotated[str | list[str] | None, OnDiskOrHub] = Field(
-        None, description="Text for validation, in the forms of `source`, in place of `validation_fraction`."
+        None, description="Text for validation, in the forms of `source`, instead of `validation_fraction`."
     )
     validation_split: str | None = Field(
         None, description="Split of a data set or a folder in `validation_source`; `split` when absent."
     )
     validation: dict[str, str | list[str] | dict[str, str | list[str]]] = Field(
         default_factory=dict,
-        description="Additional validation texts by name, in the forms of `source`, or { source, split }; each has its loss.",
+        description="Additional validation sets by name, in the forms of `source` or { source, split }; each has a "
+        "separate loss.",
     )
     format: Literal["chat", "prompt", "text"] | None = Field(
         None,
-        description='"chat": conversations; "prompt": a prompt and its completion; "text": plain text or token ids; by the '
-        "names of the columns when absent.",
+        description='"chat": conversations; "prompt": a prompt and its completion; "text": plain text or token ids. '
+        "Default: by the names of the columns.",
     )
-    text_field: str = Field("text", description="Column or JSON key that holds the text.")
+    text_field: str = Field("text", description="Column or JSON key of the text.")
     chat_template: str | None = Field(
-        None, description='A Jinja file, or "chatml", "llama-3" or "qwen3"; the template of the tokenizer when absent.'
+        None, description='A Jinja file, or "chatml", "llama-3" or "qwen3". Default: the tokenizer\'s template.'
     )
     chat_template_variables: dict[str, Any] = Field(
         default_factory=dict, description="Variables of the chat template, such as { enable_thinking = false }."
     )
     train_on: Literal["assistant", "last", "all"] = Field(
         "assistant",
-        description="Tokens of a conversation that are predicted: the assistant's turns, the last of them, or all tokens.",
+        description="Tokens of a conversation that are trained: the assistant's turns, only the last of them, or all tokens.",
     )
     faulty_rows: Literal["refuse", "drop"] = Field(
-        "refuse", description='A conversation that cannot be used exactly ends the preparation; "drop" skips and counts it.'
+        "refuse",
+        description='Conversations that cannot be used exactly: "refuse" stops the preparation, "drop" drops and counts them.',
     )
     subset: str | None = Field(
-        None, description='Configuration of a Hugging Face data set that has several, such as "wikitext-2-raw-v1".'
+        None, description='Configuration of a Hugging Face data set with several, such as "wikitext-2-raw-v1".'
     )
     split: str | None = Field(
-        None, description='Split of a data set, "train" when absent; of a folder without a card all files when absent.'
+        None, description='Split of a data set, by default "train"; of a folder without a card, by default all files.'
     )
     tokenizer: Annotated[str, OnDiskOrHub] = Field(
         "train", description='A Hugging Face folder or id, or "train": a byte-level BPE trained on the corpus.'
     )
-    vocab_size: int = Field(8192, ge=257, description='Vocabulary of a tokenizer = "train".')
+    vocab_size: int = Field(8192, ge=257, description='Vocabulary size of tokenizer = "train".')
     sequence_length: int = Field(description="Tokens in a sequence.")
     packing: Literal["join", "documents"] | None = Field(
         None,
-        description='"join": one stream cut in sequences, for text when absent; "documents": attention and loss stay within a '
-        "document, for conversations and prompts when absent.",
+        description='"join": documents are concatenated and cut into sequences (default for text). "documents": attention '
+        "and loss stay within a document (default for conversations and prompts).",
     )
     overlong: Literal["truncate", "cut", "drop"] | None = Field(
         None,
-        description='Documents longer than a sequence, if packing = "documents": only their first sequence ("truncate", for '
-        'conversations when absent), all as sequences ("cut", for text when absent), or none of them.',
+        description='Documents longer than a sequence, if packing = "documents": "truncate" uses their first sequence '
+        '(default for conversations), "cut" all of them in sequences (default for text), "drop" none of them.',
     )
-    max_documents: int | None = Field(None, ge=1, description="Documents to take, sampled by `seed`; all when absent.")
-    max_tokens: int | None = Field(None, ge=2, description="Tokens to take; all when absent.")
-    validation_fraction: float = Field(
-        0.05, ge=0.0, lt=1.0, description="Share of the documents that is held out for validation."
-    )
-    seed: int = Field(
-        0, ge=0, le=2**63 - 1, description="Seed of the sampled documents, the validation split and the order of samples."
-    )
+    max_documents: int | None = Field(None, ge=1, description="Number of documents, sampled by `seed`. Default: all.")
+    max_tokens: int | None = Field(None, ge=2, description="Number of tokens. Default: all.")
+    validation_fraction: float = Field(0.05, ge=0.0, lt=1.0, description="Share of the documents held out for validation.")
+    seed: int = Field(0, ge=0, le=2**63 - 1, description="Seed of document sampling, validation split and order of samples.")
     workers: int = Field(
-        0, ge=0, le=64, description="Threads that prefetch the sequences of coming steps; 0: a step reads its sequences itself."
+        0,
+        ge=0,
+        le=64,
+        description="Threads that prefetch the sequences of later steps; 0: each step reads its sequences itself.",
     )
     folder: Annotated[str, OnDisk] = Field(
-        "runs/data", description="Folder of tokenised corpora, with one folder for each distinct [data] section."
+        "runs/data", description="Folder of tokenised data, with one subfolder for each distinct [data] section."
     )
 
     @property

@@ -36,11 +36,11 @@ class Fp8Config(Section):
 
     enabled: bool | Literal["auto"] = Field(
         True,
-        description="true: FP8 on GPUs with FP8 products and, emulated exactly, on CPUs; other GPUs train without FP8 unless "
-        '`emulate`. "auto": FP8 in the layers that are faster in FP8, measured at the start; none where FP8 would be emulated, '
-        "unless `emulate`. false: no FP8.",
+        description="true: FP8 on GPUs with FP8 products and, emulated exactly, on CPUs; other GPUs train without FP8 "
+        'unless `emulate`. "auto": FP8 in layers that are faster in FP8, measured at the start; none where FP8 '
+        "would be emulated, unless `emulate`. false: no FP8.",
     )
-    recipe: Literal["delayed", "current", "rowwise", "block"] = Field("delayed", description="How scales are chosen.")
+    recipe: Literal["delayed", "current", "rowwise", "block"] = Field("delayed", description="How scales are computed.")
     format: Literal["HYBRID", "E4M3"] = Field(
         "HYBRID", description="HYBRID: E4M3 forward, E5M2 for gradients (delayed and current scaling only)."
     )
@@ -53,29 +53,30 @@ class Fp8Config(Section):
     margin: int = Field(0, ge=-64, le=64, description="Scales are divided by 2^margin (delayed scaling only).")
     fast_accumulation: bool | Literal["input_gradient"] | None = Field(
         None,
-        description="Hopper's fast accumulation in backward (forward always has it). true: in both gradients, for about 0.15% "
-        'of loss after 1,000 steps. "input_gradient": in input gradients only, at no measured cost in loss. false: in none. '
-        'Only delayed and current scaling have it, by default "input_gradient". Heads stay precise.',
+        description="Hopper's fast accumulation in backward (forward always uses it). true: in both gradients, at about "
+        '0.15% of loss after 1,000 steps. "input_gradient": only in input gradients, without a measured cost '
+        'in loss. false: in neither. Only delayed and current scaling have it, by default "input_gradient". '
+        "Heads are always precise.",
     )
     use_power_2_scales: bool = Field(
         False, description="Round scales down to powers of two (current scaling only; block scaling always does)."
     )
-    skip: list[str] = several("Patterns (`fnmatch`) of the names of modules without FP8.")
+    skip: list[str] = several("Patterns (`fnmatch`) for names of modules without FP8.")
     layers: dict[str, Literal["bf16", "delayed", "current", "rowwise", "block"]] = Field(
         default_factory=dict,
-        description='Patterns of module names → their recipe in place of `recipe`, or "bf16" for no FP8. Later patterns win; '
-        "`skip` overrides all.",
+        description='Patterns for module names → their recipe instead of `recipe`, or "bf16" for no FP8. Later patterns '
+        "win; `skip` overrides all.",
     )
     schedule: dict[str, list[str]] = Field(
         default_factory=dict,
-        description='Steps → patterns of module names that stay out of FP8 in them: "first 100", "last 50", or a share of the '
-        'run\'s steps, "last 10%". `{ "first 100" = "*" }` begins without FP8.',
+        description='Steps → patterns for names of modules outside FP8 in these steps: "first 100", "last 50", or a share '
+        'of the run\'s steps, "last 10%". `{ "first 100" = "*" }` starts without FP8.',
     )
     head: bool | Literal["backward"] | None = Field(
         None,
-        description='FP8 in the output head. true: all three products. "backward": the products of its gradients only; the '
-        'logits, and so the loss, are those of the bf16 head. false: none. Default: "backward" for Octavo\'s decoder, the '
-        "only model that has it, and false for other models.",
+        description='FP8 in the output head. true: all three products. "backward": only its two gradient products; logits '
+        'and loss are those of a bf16 head. false: none. Default: "backward" for Octavo\'s decoder, the only '
+        "model that supports it, otherwise false.",
     )
     emulate: bool = Field(
         False, description='Emulate FP8 (the same numbers, slowly) on GPUs without FP8 and, with `enabled` = "auto", on CPUs.'

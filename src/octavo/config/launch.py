@@ -16,4 +16,4 @@ class LaunchConfig(Section):
         le=1e8,
         description="Seconds without progress of a rank, or of the ranks that wait for it, before the job is ended.",
     )
-    grace: float = Field(10.0, ge=0, le=1e8, description="Seconds between the failure of a rank and the kill of the others.")
+    grace: float = Field(10.0, ge=0, le=1e8, description="Seconds between the failure of a rank and killing the others.")

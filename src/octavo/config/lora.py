@@ -107,26 +107,26 @@ class LoraConfig(Section):
     """Low-rank adapters, the only trained parameters; absent without `rank`."""
 
     rank: int | None = Field(
-        None, ge=1, description="Rank of the adapters, which are trained on frozen weights; none when absent."
+        None, ge=1, description="Rank of the adapters on frozen weights; by default there are no adapters."
     )
-    alpha: float | None = Field(None, gt=0, description="The adapters' output is scaled by alpha / rank; 2 x rank when absent.")
-    dropout: float = Field(0.0, ge=0, lt=1, description="Dropout of the adapters' input, in training.")
+    alpha: float | None = Field(None, gt=0, description="The adapters' output is scaled by alpha / rank; by default 2 x rank.")
+    dropout: float = Field(0.0, ge=0, lt=1, description="Dropout of the adapters' input in training.")
     targets: str | list[str] = Field(
         ALL_LINEAR,
-        description='"all-linear" for all matrices of the blocks, or patterns (`fnmatch`) of Hugging Face\'s names of modules '
-        'or of their ends, such as ["q_proj", "v_proj"].',
+        description='"all-linear" for all matrices of the blocks, or patterns (`fnmatch`) for Hugging Face\'s module names '
+        'or their last components, such as ["q_proj", "v_proj"].',
     )
-    rslora: bool = Field(False, description="The adapters' output is scaled by alpha / √rank.")
-    save_whole: list[str] = several('Patterns of modules outside of the blocks that are trained whole, such as ["lm_head"].')
+    rslora: bool = Field(False, description="Scale the adapters' output by alpha / √rank.")
+    save_whole: list[str] = several('Patterns for modules outside the blocks that are trained whole, such as ["lm_head"].')
     load: str | None = Field(
         None,
-        description="PEFT folder with the adapters to start from, and rank, alpha, targets, rslora and save_whole where "
-        "these are absent.",
+        description="PEFT folder with the adapters to start from; it also sets rank, alpha, targets, rslora and save_whole "
+        "where these are absent.",
     )
     base: Literal["params_dtype", "fp8"] = Field(
         "params_dtype",
-        description='"fp8": the frozen matrices of the blocks are stored in FP8 only, 1 byte a parameter (not under '
-        'rowwise scaling). "params_dtype": as model.params_dtype says.',
+        description='"fp8": the frozen matrices of the blocks are stored only in FP8, 1 byte per parameter (not with '
+        'rowwise scaling). "params_dtype": in model.params_dtype.',
     )
 
     @model_validator(mode="wrap")

@@ -25,19 +25,20 @@ class ModelConfig(Section):
     )
     dtype: Literal["bfloat16", "float16", "float32"] = Field(
         "bfloat16",
-        description="Dtype of activations, and of the products that do not run in FP8; float16 goes with train.loss_scale.",
+        description="Dtype of activations and of products outside FP8; float16 uses train.loss_scale.",
     )
     params_dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="Dtype of parameters, gradients and optimizer states: float32 gives master weights."
     )
     blocks: Literal["auto", "own"] = Field(
         "auto",
-        description='"own" runs the original code of a model that would get Octavo\'s blocks; runs that began with it keep it.',
+        description="\"own\" runs the model's original code instead of Octavo's blocks. A run that started with it continues "
+        "with it.",
     )
     config: dict[str, Any] = Field(
         default_factory=dict,
-        description="Keys of the Hugging Face config to override, such as hidden_size; with load = true only those of "
-        "positions: rope_parameters and max_position_embeddings.",
+        description="Keys of the Hugging Face config to override, such as hidden_size; with load = true only "
+        "rope_parameters and max_position_embeddings.",
     )
 
     @model_validator(mode="after")

@@ -14,24 +14,24 @@ class MoeConfig(Section):
 
     moe_load_balancing: Literal["aux_loss", "sinkhorn", "balanced", "none"] | None = Field(
         None,
-        description='"aux_loss": the loss balances the experts; "sinkhorn": in training an iteration over the tokens of a rank '
-        'assigns them; "balanced": in training tokens are assigned round robin; "none": none of these. Absent: by '
-        "`output_router_logits`.",
+        description='"aux_loss": a balancing loss. "sinkhorn": in training a Sinkhorn iteration over the tokens of a rank '
+        'assigns them. "balanced": in training tokens are assigned round robin. "none": no balancing. Default: '
+        "by the model's `output_router_logits`.",
     )
     moe_aux_loss_coeff: float | None = Field(
-        None, ge=0, description="Coefficient of the balancing loss; `router_aux_loss_coef` when absent."
+        None, ge=0, description="Coefficient of the balancing loss, by default `router_aux_loss_coef`."
     )
     moe_z_loss_coeff: float | None = Field(
         None,
         ge=0,
-        description="Coefficient of the router's z loss, the mean squared log-sum-exp of its logits; no z loss when absent.",
+        description="Coefficient of the router z loss, the mean squared log-sum-exp of the router's logits; by default none.",
     )
     router_jitter_noise: float | None = Field(
         None,
         ge=0,
         lt=1,
-        description="Largest distance from 1 of the random numbers that multiply the input of router and experts in training; "
-        "as in the model's config when absent.",
+        description="Largest deviation from 1 of the random factors of the input of router and experts in training. "
+        "Default: the model's config.",
     )
 
     @property

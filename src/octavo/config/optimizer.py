@@ -20,33 +20,34 @@ class OptimizerConfig(Section):
     adamw_lr: float | None = Field(
         None,
         gt=0,
-        description='Peak rate of AdamW in a run with Muon; lr when absent, which only muon_scale = "match_rms_adamw" allows.',
+        description="Peak rate of AdamW's parameters in a run with Muon; by default lr, which only muon_scale = "
+        '"match_rms_adamw" allows.',
     )
     muon_momentum: float = Field(0.95, ge=0, lt=1, description="Decay rate of Muon's momentum.")
-    muon_nesterov: bool = Field(True, description="Nesterov's step of Muon's momentum.")
+    muon_nesterov: bool = Field(True, description="Nesterov momentum in Muon.")
     muon_scale: Literal["match_rms_adamw", "original"] = Field(
         "match_rms_adamw",
-        description="Factor of Muon's rate for a matrix [A, B]: 0.2 sqrt(max(A, B)), with rates and decay as AdamW has them, "
-        'or "original": sqrt(max(1, A / B)).',
+        description="Factor of Muon's rate for a matrix [A, B]: 0.2 sqrt(max(A, B)), for rates and weight decay like "
+        'AdamW\'s, or "original": sqrt(max(1, A / B)).',
     )
     weight_decay: float = Field(
         0.1, ge=0, description="Decoupled weight decay of matrices; none for norms, biases and other vectors."
     )
     betas: tuple[float, float] = Field((0.9, 0.95), strict=False, description="Decay rates of the two moments.")
     eps: float = Field(1e-8, gt=0, description="Added to the denominator of the update.")
-    warmup_steps: int = Field(0, ge=0, description="Steps of linear rise of the rate from zero.")
+    warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up from zero.")
     schedule: Literal["cosine", "linear", "wsd", "constant"] = Field(
         "cosine",
         description='Learning rate after the warm-up; "wsd": constant, then a linear decay in the last `decay_steps`.',
     )
-    decay_steps: int | None = Field(None, ge=1, description="Steps of the decay of wsd; a tenth of the steps when absent.")
+    decay_steps: int | None = Field(None, ge=1, description="Steps of wsd's decay, by default a tenth of all steps.")
     min_lr_fraction: float = Field(
-        0.1, ge=0, le=1, description="Final rate of every schedule but constant, as a fraction of lr."
+        0.1, ge=0, le=1, description="Final rate of every schedule except constant, as a fraction of lr."
     )
     rates: dict[str, float] = Field(
         default_factory=dict,
-        description="Factors of the rate by pattern (`fnmatch`) of the names of parameters, or of modules with them; later "
-        "patterns win.",
+        description="Factors of the learning rate by pattern (`fnmatch`) for names of parameters or of their modules; "
+        "later patterns win.",
     )
     layer_decay: float = Field(
         1.0,
@@ -55,7 +56,7 @@ class OptimizerConfig(Section):
         description="Factor d of the rate by depth: d for the last of L blocks, d^L for the first, d^(L + 1) for embeddings, "
         "1 for parameters after the blocks.",
     )
-    clip: float = Field(1.0, ge=0, description="Largest global norm of the gradient; 0: no clipping.")
+    clip: float = Field(1.0, ge=0, description="Maximum global gradient norm; 0: no clipping.")
 
     @field_validator("betas")
     @classmethod

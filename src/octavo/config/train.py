@@ -19,42 +19,40 @@ class TrainConfig(Section):
     """Steps, batches, memory and validation."""
 
     output: Annotated[str | None, OnDisk] = Field(None, description="The run's folder; by default runs/<name of the run file>.")
-    steps: int | None = Field(None, ge=1, description="Optimizer steps; or give `tokens` or `epochs`.")
-    tokens: int | None = Field(None, ge=1, description="Tokens to train on, in place of `steps`; rounded up to whole steps.")
+    steps: int | None = Field(None, ge=1, description="Optimizer steps; alternatives are `tokens` and `epochs`.")
+    tokens: int | None = Field(None, ge=1, description="Tokens to train on, instead of `steps`; rounded up to whole steps.")
     epochs: float | None = Field(
-        None, gt=0, description="Passes over the training data, in place of `steps`; rounded up to whole steps."
+        None, gt=0, description="Passes over the training data, instead of `steps`; rounded up to whole steps."
     )
-    extended: list[int] = several(
-        "Former last steps of a run that was extended: the schedule of each part ends at its last step."
-    )
-    global_batch: int = Field(ge=1, description="Sequences in an optimizer step, over all ranks.")
+    extended: list[int] = several("Previous last steps of an extended run: the schedule of each part ends at its last step.")
+    global_batch: int = Field(ge=1, description="Sequences per optimizer step, over all ranks.")
     micro_batch: int | None = Field(
-        None, ge=1, description="Sequences in a forward of one rank; its whole share of the global batch when absent."
+        None, ge=1, description="Sequences per forward of one rank; by default its whole share of the global batch."
     )
     recompute: Recompute = Field(
         False,
-        description="true: save only each block's input and recompute the rest in backward. \"selective\": save attention's "
-        'result too, and never recompute it. "mlp": recompute only the first product of each MLP, the largest activation '
-        '("selective" and "mlp": Octavo\'s decoder only).',
+        description='true: save only each block\'s input and recompute the rest in backward. "selective": also save '
+        'attention\'s result, and never recompute it. "mlp": recompute only the first product of each MLP, the '
+        'largest activation ("selective" and "mlp": Octavo\'s decoder only).',
     )
     mlp_chunks: int = Field(
         1,
         ge=1,
-        description="Chunks of a rank's tokens that each MLP computes one after the other, with the temporaries of one; "
-        "more than 1 recomputes the first product in backward, and under current and rowwise scaling each chunk has separate "
-        "scales (Octavo's blocks only).",
+        description="Chunks of a rank's tokens that each MLP computes one after the other, to reduce its temporaries; "
+        "above 1 backward recomputes the first product, and under current and rowwise scaling each chunk has "
+        "separate scales (Octavo's blocks only).",
     )
     offload: bool = Field(False, description="Offload activations saved for backward to host memory (Octavo's decoder only).")
     graph: bool | Literal["auto"] = Field(
         "auto",
-        description="After 3 eager steps record forward and backward as CUDA graphs, for steps that wait for the host: the "
-        'same numbers (one GPU, Octavo\'s decoder; a CPU runs eagerly). "auto": of runs with adapters, without packed '
-        "documents, where a graph repeats them.",
+        description="Record forward and backward as CUDA graphs after 3 eager steps, for steps that wait for the host: the "
+        'same numbers (one GPU, Octavo\'s decoder; a CPU runs eagerly). "auto": in runs with adapters, without '
+        "packed documents, if a graph can replay them.",
     )
     compile: bool | Literal["auto"] = Field(
-        "auto", description='No value but false and "auto": the fused kernels of a block are faster than a compiled one.'
+        "auto", description='Only false and "auto" are accepted: the fused kernels of a block are faster than a compiled one.'
     )
-    seed: int = Field(0, ge=0, le=2**63 - 1, description="Seed of the initial weights and of dropout.")
+    seed: int = Field(0, ge=0, le=2**63 - 1, description="Seed of initial weights and dropout.")
     deterministic: bool = Field(False, description="Use only deterministic kernels on GPUs (a CPU is always deterministic).")
     loss_scale: Literal["dynamic"] | float = Field(
         "dynamic",
@@ -65,59 +63,53 @@ class TrainConfig(Section):
         0.0,
         ge=0.0,
         lt=1.0,
-        description="Probability that is spread evenly over the vocabulary in each target (Octavo's decoder only; not in "
+        description="Probability of each target that is spread evenly over the vocabulary (Octavo's decoder only; not in "
         "validation).",
     )
     z_loss: float = Field(
         0.0,
         ge=0.0,
-        description="Weight of the squared log-sum-exp of the logits in the loss, which keeps logits near 0 (Octavo's decoder "
-        "only; not in validation).",
+        description="Coefficient of the squared log-sum-exp of the logits in the loss, which keeps it near 0 (Octavo's "
+        "decoder only; not in validation).",
     )
-    freeze: list[str] = several(
-        "Patterns (`fnmatch`) of the names of parameters, or of modules with them, that are not trained."
-    )
+    freeze: list[str] = several("Patterns (`fnmatch`) for names of parameters, or of their modules, that are not trained.")
     verify: bool | str = Field(
         False,
-        description="A run on several ranks starts only with the result of `octavo verify` for its layout. true: in "
-        "verify.json, where that command writes it. A text: in the file of this name.",
+        description="Start a run on several ranks only with a result of `octavo verify` for its layout. true: in "
+        "verify.json, the command's default. A text: in the file of this name.",
     )
-    compare_bf16: bool = Field(False, description="Then train the same steps without FP8, and report the gap in loss.")
+    compare_bf16: bool = Field(False, description="Afterwards train the same steps without FP8, and report the gap in loss.")
     validate_every: int = Field(0, ge=0, description="Steps between validations; 0: only at the end.")
     early_stopping: int = Field(
-        0, ge=0, description="End the run after this many validations in a row without a new lowest loss; 0: never."
+        0, ge=0, description="End the run after this many consecutive validations without a new lowest loss; 0: never."
     )
     validate_batches: int = Field(
         16,
         ge=1,
-        description="Batches in a validation over all ranks, of `micro_batch` sequences each, or of `global_batch` when that "
-        "is absent: the same sequences on any number of ranks; fewer where the split is smaller.",
+        description="Batches per validation over all ranks, of `micro_batch` sequences each, or without it of "
+        "`global_batch`: the same sequences on any number of ranks; fewer if the split is smaller.",
     )
     eval: str | list[str] = several(
-        'Evaluations of the model in training: "FILE.py:FUNCTION", called with model and step, returns a dict of '
+        'Evaluations during training: "FILE.py:FUNCTION" is called with model and step and returns a dict of '
         'numbers; "lm-eval:TASK" runs a task of lm-eval (extra octavo[eval]).'
     )
     eval_every: int = Field(0, ge=0, description="Steps between evaluations; 0: with each validation and at the end.")
     eval_reduce: Literal["same", "mean", "sum"] = Field(
         "same",
-        description='Figures of a function over ranks: "same" refuses different ones; "mean" or "sum" over the data-parallel '
-        "ranks.",
+        description='Figures of a function over ranks. "same": they have to be equal; "mean" or "sum": over the '
+        "data-parallel ranks.",
     )
     eval_tasks: Annotated[str | None, OnDisk] = Field(
-        None, description="Folder of your lm-eval tasks, in YAML; tasks are looked for only there."
+        None, description="Folder of your lm-eval tasks, in YAML; tasks are searched only there."
     )
-    eval_limit: int | None = Field(
-        None, ge=1, description="Documents of each lm-eval task, from the first on; all when absent."
-    )
-    eval_shots: int | None = Field(
-        None, ge=0, description="Examples before each question of lm-eval tasks; as the task says when absent."
-    )
-    eval_batch: int = Field(8, ge=1, description="Texts in a forward of an lm-eval task on each rank.")
+    eval_limit: int | None = Field(None, ge=1, description="Documents of each lm-eval task, from the first; by default all.")
+    eval_shots: int | None = Field(None, ge=0, description="Few-shot examples of lm-eval tasks; by default the task's.")
+    eval_batch: int = Field(8, ge=1, description="Texts per forward of an lm-eval task on each rank.")
     sample_every: int = Field(
         0, ge=0, description="Steps between samples of generated text on the screen; 0: only at the end of the run."
     )
-    sample_prompt: str | None = Field(None, description="Beginning of the generated text; a new text when absent.")
-    sample_tokens: int = Field(48, ge=0, description="Tokens of the generated text; 0: no samples.")
+    sample_prompt: str | None = Field(None, description="Prompt of the generated text; by default none.")
+    sample_tokens: int = Field(48, ge=0, description="Number of generated tokens; 0: no samples.")
 
     @property
     def validation_sequences(self) -> int:
