@@ -1,7 +1,7 @@
 """Prepared data: token files on disk, written once and shared by every rank and run with the same [data] section.
 
 A folder appears by rename once it is complete. Work in progress is under `.preparing`, behind a lock: a second process waits,
-then reads the result. Sources are compared with the manifest each time: after a change a new run prepares the data anew, and a
+then reads the result. Sources are compared with the manifest each time: after a change a new run prepares the data again, and a
 resumed run is refused.
 """
 
@@ -97,7 +97,7 @@ def prepare(
 
     Args:
         config: the section; the data is in `<config.folder>/<name of the source>-<hash of the section>`.
-        on_change: what to do if a source file changed: prepare the data anew, or raise (on resume).
+        on_change: what to do if a source file changed: prepare the data again, or raise (on resume).
         console: for notices, and for progress bars on a terminal; standard error by default.
 
     Raises:

@@ -80,7 +80,7 @@ class StepGraph:
         return False
 
     def _changes(self) -> Iterator[tuple[str, str]]:
-        """Differences from the recording, each with the way to undo it."""
+        """Differences from the recording, each with a remedy."""
         for name, module, training in self._modules:
             named, modes = name or "the model", ("evaluation", "training")
             if has_hooks(module):

@@ -2,7 +2,7 @@
 
 A case is drawn from its number alone: a model family, sizes that are or are not divisible by the ranks, degrees, an exchange of
 context parallelism, a recipe, and run settings that decide how ranks share the work. A run that `octavo train` would refuse is
-drawn anew.
+drawn again.
 """
 
 from __future__ import annotations
