@@ -99,7 +99,7 @@ def least_world(
 
 
 def check_composed(tensor: int, expert: int) -> None:
-    """Raise an InputError for degrees that cannot be combined, whatever the number of ranks.
+    """Raise an InputError for degrees that cannot be combined on any number of ranks.
 
     An expert group must be a part of a tensor group, or one or several whole ones. The ranks of a tensor group that hold the
     same expert then have all tokens of the group, and can reduce an expert's amaxes.

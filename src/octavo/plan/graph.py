@@ -119,7 +119,7 @@ def note(config: RunConfig, model: nn.Module, world: int, kind: str) -> str | No
     named = "train.graph" if config.train.graph is True else 'train.graph = "auto"'
     plain = _plain_attention(config, model)
     documents = "" if plain is None else f"; attention of the documents runs in plain PyTorch, slowly: {plain}"
-    if config.data.packing is None and config.train.graph == "auto":  # its default follows from data that nobody has read yet
+    if config.data.packing is None and config.train.graph == "auto":  # its default follows from data that has not been read yet
         documents += "; of conversations, which are packed documents, steps would be eager"
     return (
         f"{named}: {WARM_UP} eager steps, then forward and backward are CUDA graphs, whose memory stays reserved in addition "
