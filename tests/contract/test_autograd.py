@@ -50,7 +50,7 @@ NAMES = (
     ),
     Name(
         "torch.autograd.grad_mode._unsafe_preserve_version_counter",
-        ("parallel/fsdp2/adapter.py", "parallel/fsdp2/fp8_gather.py"),
+        ("parallel/fsdp2/direct_gather.py", "parallel/fsdp2/fp8_gather.py"),
         "a saved weight is freed and regathered with the same values; FSDP2 does the same",
         ("tensors",),
     ),
