@@ -89,10 +89,11 @@ def _assumptions() -> str:
     prices = " and ".join(f"${price.dollars_per_hour}" for price in PUBLISHED_PRICES)
     block = " and ".join(f"{percent}%" for percent in BLOCK_PERCENT.values())
     return (
-        f"Published are the steps of 8 A100s and of 8 H100s with timm's blocks and 64 images a GPU ({seconds}), the prices of "
-        f"these machines ({prices} an hour), and gains: of Transformer Engine's block ({block}), and of FP8 with twice the "
-        f"batch over that ({FP8_PERCENT}%). All else follows from these, with the gains taken off the time of an image. "
-        '"Per $" is images of a dollar relative to the first row, for workloads with the published model\'s tokens.'
+        "The published figures are the step times of 8 A100s and of 8 H100s with timm's blocks and 64 images a GPU "
+        f"({seconds}), the prices of these machines ({prices} an hour), and the gains of Transformer Engine's block ({block}) "
+        f"and of FP8 with twice the batch (another {FP8_PERCENT}%). All other published rows are computed from these, with a "
+        'gain as a shorter time per image. "Per $" is images per dollar relative to the first row, for workloads with the '
+        "published model's number of tokens."
     )
 
 
@@ -100,11 +101,11 @@ def _conclusions() -> str:
     a100, h100, a100_block, _, fp8 = PUBLISHED
     _, _, other_block, _, other_fp8 = published(gained_speed)
     return (
-        f"The published text has the H100 30% worse per dollar; its figures give {_better(h100, a100)}. With Transformer "
-        "Engine's block on both and FP8 on the H100 it has the H100 2% better and 3 times as fast. Its figures give "
-        f"{_better(fp8, a100_block)}, at {fp8.total / a100_block.total:.2f} times the speed, where a gain is a shorter time, "
-        "as in the table. Where a gain is added speed, the claim does not follow: they give "
-        f"{_better(other_fp8, other_block)}, at {other_fp8.total / other_block.total:.2f} times."
+        f"The published text says that the H100 is 30% worse per dollar; its figures give {_better(h100, a100)}. With "
+        "Transformer Engine's block on both and FP8 on the H100 it says that the H100 is 2% better and 3 times as fast; its "
+        f"figures give {_better(fp8, a100_block)}, at {fp8.total / a100_block.total:.2f} times the speed, if a gain is a "
+        "shorter time, as in the table. If a gain were added speed, they would give "
+        f"{_better(other_fp8, other_block)}, at {other_fp8.total / other_block.total:.2f} times the speed."
     )
 
 
