@@ -79,7 +79,8 @@ class DataConfig(Section):
     overlong: Literal["truncate", "cut", "drop"] | None = Field(
         None,
         description='Documents longer than a sequence, if packing = "documents": "truncate" uses their first sequence '
-        '(default for conversations), "cut" all of them in sequences (default for text), "drop" none of them.',
+        '(default for conversations and prompts), "cut" all of them in sequences (default for text), "drop" '
+        "none of them.",
     )
     max_documents: int | None = Field(None, ge=1, description="Number of documents, sampled by `seed`. Default: all.")
     max_tokens: int | None = Field(None, ge=2, description="Number of tokens. Default: all.")
