@@ -34,15 +34,15 @@ from octavo.kernels.experts.gemm import grouped_mm_of_each, grouped_mm_of_splits
 from octavo.kernels.quantize.cast import transpose
 from octavo.kernels.quantize.quantized import NOTHING, QuantizedTensor
 
-_PARTS = len(QuantizedTensor._fields)
-SAVED = 2 * _PARTS
-"""Entries of `LinearGemms.saved`."""
+SAVED = 8
+"""Entries of `LinearGemms.saved`: the parts of an input, then those of a weight."""
 
 
 def operands(saved: Sequence[Tensor | None], use: int = 0) -> tuple[QuantizedTensor, QuantizedTensor]:
-    """Input [M, K] and weight [N, K] of a product, as `LinearGemms.saved` gave them; use: index of it where those of several follow."""
-    first = SAVED * use
-    return QuantizedTensor(*saved[first : first + _PARTS]), QuantizedTensor(*saved[first + _PARTS : first + SAVED])
+    """Input [M, K] and weight [N, K] of a product, as `LinearGemms.saved` gave them; use: the index of one of several."""
+    x = SAVED * use
+    w = x + SAVED // 2
+    return QuantizedTensor(*saved[x:w]), QuantizedTensor(*saved[w : x + SAVED])
 
 
 class LinearGemms(LinearQuantizer):
