@@ -123,11 +123,7 @@ def save(
 
     The last four arguments are SMP's, without effect.
     """
-    if storage_writer is None:
-        _check_writable(checkpoint_id)
-    with _together("save", process_group):
-        state, group = _prepared(state_dict, process_group, _place_of(checkpoint_id, storage_writer), _of_group)
-        _check_folder(checkpoint_id, storage_writer, process_group)
+    state, group = _checked("save", state_dict, checkpoint_id, storage_writer, process_group)
     _write(state, checkpoint_id, storage_writer, planner, group)
 
 
@@ -150,11 +146,7 @@ def async_save(
 
     The save is synchronous over a group other than all ranks, a sharded model's, or its replicas'.
     """
-    if storage_writer is None:
-        _check_writable(checkpoint_id)
-    with _together("async_save", process_group):
-        state, over = _prepared(state_dict, process_group, _place_of(checkpoint_id, storage_writer), _of_group)
-        _check_folder(checkpoint_id, storage_writer, process_group)
+    state, over = _checked("async_save", state_dict, checkpoint_id, storage_writer, process_group)
     there, group = _background_group(over)
     if not there:
         _write(state, checkpoint_id, storage_writer, planner, over)
@@ -257,6 +249,18 @@ def _write(
             state_dict_saver.save(state, storage_writer=writer, planner=planner, process_group=group, no_dist=alone)
     finally:
         _PREPARED.reset(token)
+
+
+def _checked(
+    call: str, state_dict: Any, checkpoint_id: Any, writer: Any, group: dist.ProcessGroup | None
+) -> tuple[Any, dist.ProcessGroup | None]:
+    """The state to write and the ranks that write it, once the ranks have one folder that can be written. Collective."""
+    if writer is None:
+        _check_writable(checkpoint_id)
+    with _together(call, group):
+        prepared = _prepared(state_dict, group, _place_of(checkpoint_id, writer), _of_group)
+        _check_folder(checkpoint_id, writer, group)
+    return prepared
 
 
 def _together(call: str, group: dist.ProcessGroup | None) -> contextlib.AbstractContextManager[None]:
