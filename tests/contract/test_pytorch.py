@@ -61,11 +61,14 @@ NAMES = (
             ("_maybe_full_or_cpu_state_dict", "whole weights are joined out of tensor ranks' parts", ("state_dict", "info")),
         )
     ),
-    Name(
-        "torch.amp.GradScaler._unscale_grads_",
-        ("parallel/torch_states.py",),
-        "loss scaling of a tensor rank's parts is refused",
-        ("self", "optimizer"),
+    *(
+        Name(
+            f"{scaler}._unscale_grads_",
+            ("parallel/torch_states.py",),
+            "infinities of gradients are joined over all ranks of a tensor-parallel model",
+            ("self", "optimizer"),
+        )
+        for scaler in ("torch.amp.GradScaler", "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler")
     ),
     Name("torch.nn.modules.dropout._DropoutNd", ("models/structure.py",), "the base of every dropout"),
     Name("torch.optim.optimizer._use_grad_for_differentiable", ("train/adamw.py",), "the decorator of `Optimizer.step`"),

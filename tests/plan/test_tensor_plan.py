@@ -55,6 +55,7 @@ def on_a_rank(cells):
     found = []
     for config, setup, recipe in cells:
         dtype, params_dtype = DTYPES[setup.compute_bytes], DTYPES[setup.params_bytes]
+        dtype = torch.float16 if setup.late else dtype
         unsharded = {
             "shard": mock.Mock(side_effect=spread),
             "save_whole": mock.DEFAULT,
@@ -100,6 +101,9 @@ CELLS = [
     (WIDE, "block", {"recompute": "mlp", "accumulates": True}),
     (CONFIG, "rowwise", {"recompute": True}),
     (FAMILIES["qwen3"], None, {}),
+    (WIDE, None, {"late": True}),
+    (CONFIG, "delayed", {"late": True, "recompute": "selective", "head": "backward"}),
+    (FAMILIES["neox"], "rowwise", {"late": True}),
 ]
 
 
@@ -115,7 +119,8 @@ def test_what_two_ranks_hold_and_save_is_in_the_plan():
         assert setup.parameters == parameters
         blocks = sum(one.bytes for recipes in setup.recipes for one in saved.saved_in_forward(setup, spec, recipes))
         # The gradients of the head's input, of all tokens, and of its weight.
-        head = spec.hidden_size * (setup.tokens * setup.compute_bytes + spec.vocabulary * saved.root_bytes(setup))
+        weight = spec.vocabulary * (4 if setup.late else saved.root_bytes(setup))
+        head = spec.hidden_size * (setup.tokens * setup.compute_bytes + weight)
         ends = saved.saved_by_ends(setup, spec) + head
         if setup.recompute in (True, "selective"):  # the tables are alive as arguments of the recomputation
             ends -= 2 * 48 * int(spec.head_dim * spec.rotary_fraction) * 4
@@ -128,12 +133,20 @@ def test_what_two_ranks_hold_and_save_is_in_the_plan():
 @pytest.mark.parametrize("recipe", [None, "delayed", "current", "block"])
 def test_what_two_ranks_hold_and_save_of_experts_is_in_the_plan(recipe, expert):
     """Small tensors of the router are estimates, as on one rank. Two experts of four are as many elements as a half of each."""
-    whole = setup_of(spec_of(MIXTURE), 2, 48, recipe, tensor=2, expert=expert, row_tile=1)
+    check_experts(setup_of(spec_of(MIXTURE), 2, 48, recipe, tensor=2, expert=expert, row_tile=1), recipe)
+
+
+def test_what_two_ranks_save_of_experts_in_float16_is_in_the_plan():
+    check_experts(setup_of(spec_of(MIXTURE), 2, 48, None, tensor=2, row_tile=1, late=True), None)
+
+
+def check_experts(whole, recipe):
     (parameters, kept, cached), other = (row[0] for row in ranks.run(2, on_a_rank, [(MIXTURE, whole, recipe)]))
     setup = saved.of_tensor_rank(whole)
     assert other[0] == parameters == setup.parameters
     blocks = sum(one.bytes for recipes in setup.recipes for one in saved.saved_in_forward(setup, setup.spec, recipes))
-    head = setup.spec.hidden_size * (setup.tokens * setup.compute_bytes + setup.spec.vocabulary * saved.root_bytes(setup))
+    weight = setup.spec.vocabulary * (4 if setup.late else saved.root_bytes(setup))
+    head = setup.spec.hidden_size * (setup.tokens * setup.compute_bytes + weight)
     assert kept == pytest.approx(blocks + saved.saved_by_ends(setup, setup.spec) + head, rel=0.02)
     assert cached == pytest.approx(saved.kept_weights(setup, setup.spec) if recipe else 0, abs=256)
 

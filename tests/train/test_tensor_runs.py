@@ -472,3 +472,46 @@ def test_what_tensor_parallel_ranks_cannot_share_is_refused_before_anything_is_w
     for words in said:
         assert re.search(words, message), message
     assert sorted(tiny.folder.rglob("*")) == before
+
+
+def not_finite(file, overrides, planted):
+    """What a run says on each rank whose third step has an infinite number on one rank alone, in a weight or in an output."""
+    import octavo
+    import octavo.train.loss_scale as loss_scale
+    from octavo.parallel.world import state
+
+    loss_scale.PATIENCE = 3
+
+    class Planting(octavo.Callback):
+        def on_step(self, trainer, record):
+            if record["step"] != 2 or state.rank != 1:
+                return
+            if planted == "weight":
+                weight = trainer.model.layers[1].ffn.fc1.weight
+                getattr(weight, "_local_tensor", weight).data[0, 0] = torch.nan
+            else:
+                fc1 = trainer.model.layers[0].self_attention.core_attention
+                fc1.register_forward_hook(lambda module, args, output: output * torch.inf)
+
+    trainer = Trainer(RunConfig.from_file(file, overrides), callbacks=[Planting()], console=Console(quiet=True))
+    try:
+        trainer.train()
+    except errors.OctavoError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.long(lambda planted: planted == "weight")
+@pytest.mark.parametrize("planted", ["weight", "output"])
+def test_all_ranks_stop_and_name_what_one_tensor_rank_has_found(tiny_run, planted):
+    for number, given in enumerate([[*EXACT], [*HALF, "train.loss_scale=1.0"]]):
+        tiny = tiny_run(f"{number}", steps=30)
+        said = ranks.run(2, not_finite, tiny.file, [*given, degree(2), "train.micro_batch=1"], planted)
+        assert said[0] == said[1]
+        found = "weights that are not finite: layers.1.ffn.fc1.weight"
+        if planted == "output":
+            found = "the first output that is not finite is that of layers.0.self_attention.core_attention"
+        assert found in said[0]
+        # Nothing but a run in float16 skips steps, until it is sure that no scale helps.
+        assert len(records(tiny.output)) == (2 if number == 0 else 5)
+        assert ("train.loss_scale = 1 overflowed in 3 steps in a row" in said[0]) == (number == 1)

@@ -337,16 +337,24 @@ def saved_by_experts(rows: int, of: MlpUse) -> SavedBytes:
 
 
 def backward_bytes_of_experts(
-    rows: int, tokens: int, copies: int, of: MlpUse, *, trained: Literal["weights", "adapters"] | None = "weights"
+    rows: int,
+    tokens: int,
+    copies: int,
+    of: MlpUse,
+    *,
+    trained: Literal["weights", "adapters"] | None = "weights",
+    summand: int | None = None,
 ) -> int:
     """Temporaries of the backward of `StackedExperts` at their peak, gradients of both stacks of matrices among them.
 
-    tokens: of this rank. copies: token copies exchanged with other ranks. trained: the parameters with gradients.
+    tokens: of this rank. copies: token copies exchanged with other ranks. trained: the parameters with gradients. summand: bytes
+    per element of results and their gradients that are summed over ranks; None: those of the compute dtype.
     """
     width, element = of.hidden_size, of.use.compute_bytes
-    dy = tokens * width * element + rows * width * (element if of.second is None else 2)
+    summand = summand or element
+    dy = tokens * width * summand + rows * width * (element if of.second is None else 2)
     dy += 2 * copies * width * element  # send and receive buffers, of the output's or of the input's gradient
-    x, dx = rows * width * (element if of.first is None else 1), rows * width * element
+    x, dx = rows * width * (element if of.first is None else 1), rows * width * summand
     w1 = restored_weight_bytes(of.sizes[0], of.first, of.use)
     if trained == "weights":
         return dy + of.backward_bytes(rows, sum(of.sizes) * of.use.parameter_bytes + max(x, w1 + dx))

@@ -347,12 +347,16 @@ def saved_by_mlp(rows: int, of: MlpUse, kind: str, *, recompute: bool, runs: int
     return SavedBytes(activations, of.saved_weights(recompute=recompute))
 
 
-def backward_bytes_of_mlp(tokens: int, of: MlpUse, *, chunks: int, recompute: bool, tensor: int = 1) -> int:
+def backward_bytes_of_mlp(
+    tokens: int, of: MlpUse, *, chunks: int, recompute: bool, tensor: int = 1, summand: int | None = None
+) -> int:
     """Temporaries of the backward of `LayerNormMLP` at their peak, gradients of both matrices among them.
 
     tensor: ranks that share the matrices, each with `tokens` tokens of the stream; products read the tokens of all ranks.
+    summand: bytes per element of their partial sums; None: those of the compute dtype.
     """
     width, element = of.hidden_size, of.use.compute_bytes
+    summand = summand or element
     n = min(tokens, math.ceil(tokens / chunks / CHUNK_ROWS) * CHUNK_ROWS)
     several, every = n < tokens, n * tensor
     dy = n * width * element + (every * width * 2 if of.second is not None else 0)  # of the stream, its FP8 in both layouts
@@ -361,21 +365,24 @@ def backward_bytes_of_mlp(tokens: int, of: MlpUse, *, chunks: int, recompute: bo
     hidden = every * of.fc1_rows * element if recompute else 0
     d_weights = (2 if several else 1) * sum(of.sizes) * of.use.parameter_bytes
     w1 = restored_weight_bytes(of.sizes[0], of.first, of.use, recast=recompute)
-    d_normed = 2 * n * width * element
+    d_normed = n * width * (element + summand)
     if tensor > 1:  # partial sums, the gathered input, and the gathered dy in FP8 or in the compute dtype
-        d_normed += every * width * (element + (element if of.first is None else 2))
+        d_normed += every * width * (summand + (element if of.first is None else 2))
         dy += n * width if of.second is not None else every * width * element
     return dy + hidden + of.backward_bytes(every, d_weights + w1 + d_normed, recompute=recompute)
 
 
-def backward_bytes_with_adapters(tokens: int, of: MlpUse) -> int:
-    """Temporaries of the backward of a `LayerNormMLP` of frozen matrices with adapters at their peak."""
+def backward_bytes_with_adapters(tokens: int, of: MlpUse, *, summand: int | None = None) -> int:
+    """Temporaries of the backward of a `LayerNormMLP` of frozen matrices with adapters at their peak.
+
+    summand: as of `backward_bytes_of_mlp`.
+    """
     width, element = of.hidden_size, of.use.compute_bytes
     dy = tokens * width * (element + (0 if of.second is None else 1))
     # Of the activation's result and of its input, which is cast from high precision.
     d_hidden = tokens * of.ffn * element + tokens * of.fc1_rows * (element + (0 if of.first is None else 1))
     w1 = of.sizes[0] * (element if of.first is None else 1)
-    return dy + d_hidden + w1 + tokens * width * element
+    return dy + d_hidden + w1 + tokens * width * (summand or element)
 
 
 CHUNK_ROWS = 128

@@ -1,7 +1,6 @@
 """Products of tensor-parallel ranks that are summands of a float16 result: float32, and rounded once behind the sum.
 
-A rank's summand may be beyond float16 where the sum over the ranks is not. With float32 operands in their place PyTorch's
-product would be slow, and save them twice as large.
+A rank's summand may be beyond float16 where the sum over the ranks is not. Saved for backward are the operands in float16.
 """
 
 from __future__ import annotations
@@ -31,12 +30,17 @@ class _UnroundedLinear(torch.autograd.Function):
         rows = flat(x).to(weight.dtype)
         ctx.save_for_backward(rows, weight)
         ctx.dtype, ctx.shape = x.dtype, x.shape
-        return unflat(gemm.high_precision_mm(rows, weight.t(), dtype, unrounded=True), (*x.shape[:-1], weight.shape[0]))
+        y = gemm.high_precision_mm(rows, weight.t(), dtype, recurring=False, unrounded=True)
+        return unflat(y, (*x.shape[:-1], weight.shape[0]))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         refuse_second_derivative("products of tensor-parallel ranks in float16")
         rows, weight = ctx.saved_tensors
         d_y, (needs_x, needs_weight, _) = flat(grad).to(weight.dtype), ctx.needs_input_grad
-        d_x = unflat(gemm.high_precision_mm(d_y, weight, ctx.dtype, unrounded=True), ctx.shape) if needs_x else None
-        return d_x, gemm.high_precision_mm(d_y.t(), rows, weight.dtype) if needs_weight else None, None
+        d_x = d_weight = None
+        if needs_x:
+            d_x = unflat(gemm.high_precision_mm(d_y, weight, ctx.dtype, recurring=False, unrounded=True), ctx.shape)
+        if needs_weight:
+            d_weight = gemm.high_precision_mm(d_y.t(), rows, weight.dtype, recurring=False)
+        return d_x, d_weight, None

@@ -157,6 +157,8 @@ def _moments(setup: Setup, spec: ModelSpec) -> Iterator[tuple[str, dict[str, int
     stream = setup.own_tokens * spec.hidden_size * setup.compute_bytes
     # The residual stream of all tokens before the head, and the gradient of the embedding's result.
     gathered = setup.tokens * spec.hidden_size * setup.compute_bytes if setup.tensor > 1 else 0
+    # Of float16 the stream is gathered in float32 too, for an unrounded gradient.
+    before_head = gathered * 3 if setup.late else gathered
     buffers = WORKSPACES_OF_PYTORCH + _buffers(setup, spec) + _peer_memory(setup, spec)
     always = {"parameters": share, "optimizer states": _states(setup), "buffers": buffers}
     before, cached = _whole_gradients(setup, spec), kept_weights(setup, spec)
@@ -180,7 +182,7 @@ def _moments(setup: Setup, spec: ModelSpec) -> Iterator[tuple[str, dict[str, int
         {"gradients": before, "gathered weights": held, "weight copies": copies + shards}
         # Tensors being copied to the host, up to a block's: the next block would wait for them.
         | {"activations": activations + away[setup.recipes[-1]]}
-        | {"temporaries": _head(setup, spec) + results + gathered}
+        | {"temporaries": _head(setup, spec) + results + before_head}
         | always,
     )
     trained_of_block = block_parameters(spec) - setup.frozen_of_block
@@ -260,12 +262,12 @@ def _backward_of_mlp(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> in
         dispatched = tokens * spec.top_k if setup.expert > 1 else 0
         trained: Literal["weights", "adapters"] | None
         trained = "weights" if not setup.adapter_rank else "adapters" if any(setup.expert_ranks) else None
-        return backward_bytes_of_experts(rows_of_experts(setup, spec), tokens, dispatched, of, trained=trained)
+        summand = setup.summand_bytes if setup.expert == 1 else setup.compute_bytes
+        return backward_bytes_of_experts(rows_of_experts(setup, spec), tokens, dispatched, of, trained=trained, summand=summand)
     if setup.adapter_rank:
-        return backward_bytes_with_adapters(setup.tokens, of)
-    return backward_bytes_of_mlp(
-        setup.own_tokens, of, chunks=setup.mlp_chunks, recompute=setup.recomputes_mlp, tensor=setup.tensor
-    )
+        return backward_bytes_with_adapters(setup.tokens, of, summand=setup.summand_bytes)
+    how = {"chunks": setup.mlp_chunks, "tensor": setup.tensor, "summand": setup.summand_bytes}
+    return backward_bytes_of_mlp(setup.own_tokens, of, recompute=setup.recomputes_mlp, **how)
 
 
 def _exchanged(setup: Setup, spec: ModelSpec) -> int:
@@ -307,7 +309,7 @@ def _whole_gradients(setup: Setup, spec: ModelSpec) -> int:
 
 def _peer_memory(setup: Setup, spec: ModelSpec) -> int:
     """Bytes of memory that other tensor-parallel ranks write (`octavo.collectives.copies`): two blocks per rank."""
-    block = setup.own_tokens * spec.hidden_size * setup.compute_bytes
+    block = setup.own_tokens * spec.hidden_size * setup.summand_bytes
     return 2 * (setup.tensor - 1) * block if block >= LEAST_BYTES else 0
 
 

@@ -78,7 +78,7 @@ class Setup:
         head_frozen: the head is not trained.
         expert_ranks: ranks of adapters on both matrices of experts; 0 without.
         stored: frozen matrices of blocks are stored only in FP8.
-        late: float16: the head's gradient stays in float32 until backward.
+        late: float16: the head's gradient stays in float32 until backward, and summands over tensor ranks are float32.
         history: length of amax histories; 0 without delayed scaling.
         hidden: number of parameters that Muon trains, with one state instead of two.
         largest_hidden: elements of the largest of them.
@@ -128,6 +128,11 @@ class Setup:
     def trained_bytes(self) -> int:
         """Bytes per element of trained parameters and their states: adapters are float32 beside 16-bit weights."""
         return max(4, self.params_bytes) if self.adapter_rank else self.params_bytes
+
+    @property
+    def summand_bytes(self) -> int:
+        """Bytes per element of an activation or its gradient that tensor ranks sum."""
+        return 4 if self.late and self.tensor > 1 else self.compute_bytes
 
     @property
     def keeps_whole_gradients(self) -> bool:

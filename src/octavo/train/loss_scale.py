@@ -3,7 +3,7 @@
 float16 ranges from 6e-8 to 65,504, so the loss is multiplied before backward and the gradients are divided by the same factor
 (Micikevicius et al., "Mixed Precision Training", 2018). A step with a loss or gradient that is not finite is skipped, but
 counts, so that schedule and samples do not depend on overflows. All ranks decide the same, from the global batch's loss and
-norm.
+the norm of all gradients, whatever ranks hold parts of them.
 """
 
 from __future__ import annotations

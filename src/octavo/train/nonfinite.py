@@ -1,13 +1,15 @@
 """Loss and gradients that are not finite: the run stops, with the first module at fault.
 
 A normal step has no checks. If its loss or gradient is not finite, the weights are still those before the step, so the same
-batch is repeated with a hook on every module.
+batch is repeated with a hook on every module. All ranks name what any of them has found: each sees its shards, its part of a
+matrix and its tokens.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from octavo.errors import OctavoError
 from octavo.nn.plain_names import Uncalled
+from octavo.parallel.coordination import all_ranks
 from octavo.train.adamw import local
 
 
@@ -36,7 +39,8 @@ def check_finite(
     """
     if math.isfinite(loss) and math.isfinite(norm):
         return
-    bad = [n for n, p in model.named_parameters() if p.grad is not None and not torch.isfinite(local(p.grad)).all()]
+    parameters = model.named_parameters()
+    bad = _of_all_ranks(n for n, p in parameters if p.grad is not None and not torch.isfinite(local(p.grad)).all())
     names = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
     locations = [first_nonfinite(model, forwards), f"gradients that are not finite: {names}" if bad else None]
     where = "".join(f"; {location}" for location in locations if location)
@@ -52,12 +56,14 @@ def first_nonfinite(model: nn.Module, forwards: Sequence[Callable[[], Any]]) -> 
 
     All ranks call this, since a forward gathers weights.
     """
-    locations: list[str] = []
+    found: list[tuple[int, str]] = []
+    outputs = itertools.count()
 
     def hook(name: str, _: nn.Module, __: Any, output: Any) -> None:
+        number = next(outputs)
         tensors = (x for x in tree_leaves(output) if isinstance(x, torch.Tensor) and x.is_floating_point())
-        if not locations and not all(torch.isfinite(x).all() for x in tensors):
-            locations.append(f"the first output that is not finite is that of {name}")
+        if not found and not all(torch.isfinite(x).all() for x in tensors):
+            found.append((number, name))
 
     called = ((name, module) for name, module in model.named_modules() if name and not isinstance(module, Uncalled))
     handles = [module.register_forward_hook(partial(hook, name)) for name, module in called]
@@ -67,7 +73,13 @@ def first_nonfinite(model: nn.Module, forwards: Sequence[Callable[[], Any]]) -> 
     finally:
         for handle in handles:
             handle.remove()
-    weights = [name for name, p in model.named_parameters() if not torch.isfinite(local(p)).all()]
+    weights = _of_all_ranks(name for name, p in model.named_parameters() if not torch.isfinite(local(p)).all())
+    first = sorted(one for of_rank in all_ranks().all_gather(found) for one in of_rank)  # the ranks call the same modules
     if weights:
         return f"weights that are not finite: {', '.join(weights[:5])}"
-    return locations[0] if locations else None
+    return f"the first output that is not finite is that of {first[0][1]}" if first else None
+
+
+def _of_all_ranks(names: Iterable[str]) -> list[str]:
+    """The names that any rank has found."""
+    return list(dict.fromkeys(name for of_rank in all_ranks().all_gather(list(names)) for name in of_rank))
