@@ -254,9 +254,9 @@ HALF = ["model.dtype=float16", "fp8.enabled=false", "model.config.attention_drop
 def overflowing(file, overrides, planted, kind, dies=None):
     """[(scale, skipped)] of a run's steps on this rank, and this rank's parameters that all tensor ranks hold.
 
-    planted: step → the rank whose part of a gradient is infinite. kind: "gradient": a parameter's; "cast": a product's output's,
-    before its cast to FP8, so that no parameter's is. dies: the step behind which the ranks die. A dynamic scale begins at 1,024
-    and grows after two steps.
+    planted: step → the rank whose part of a gradient is infinite. kind: "gradient": a parameter's; "cast": that of a product's
+    output before its cast to FP8, so that no parameter's is. dies: the step behind which the ranks die. A dynamic scale begins
+    at 1,024 and grows after two steps.
     """
     import os
     import signal

@@ -5,10 +5,10 @@ Legend: n ranks, m tokens of a rank, weight [N, K].
     `ColumnParallelGemms`   weight [N / n, K]: x [m, K] of each rank is gathered, y is [n · m, N / n]
     `RowParallelGemms`      weight [N, K / n]: x is [n · m, K / n], y [m, N] is this rank's rows of the sum over the ranks
 
-In FP8, gathers send the bytes, and sums are in the compute dtype, of float16 in float32. Backward saves this rank's tokens of a gathered input, and
-gathers them a second time. With one scale a tensor, all ranks cast with the same scale, since an operand's amaxes are reduced
-over the group: given equal values, casts equal those of one rank, and the weight's gradient reads the gathered bytes
-transposed.
+In FP8, gathers send the bytes, and sums are in the compute dtype, of float16 in float32. Backward saves this rank's tokens of a
+gathered input, and gathers them a second time. With one scale a tensor, all ranks cast with the same scale, since an operand's
+amaxes are reduced over the group: given equal values, casts equal those of one rank, and the weight's gradient reads the
+gathered bytes transposed.
 
 With scales of rows or blocks the scales of gathered rows are gathered too, and the weight's gradient reads a separate cast
 and gather:

@@ -55,10 +55,10 @@ from octavo.nn.embedding import Embedding, SharedWeight
 from octavo.nn.experts import StackedExperts
 from octavo.nn.head import OutputHead, linear_cross_entropy
 from octavo.nn.linear import compute_dtype, high_precision
-from octavo.nn.unrounded import unrounded_linear
 from octavo.nn.moe import Experts, balancing_loss, router_z_loss
 from octavo.nn.norm import NORM_LAYERS
 from octavo.nn.plain_names import use_plain_names
+from octavo.nn.unrounded import unrounded_linear
 
 FP8_HEAD: Literal["backward"] = "backward"
 """Default of a decoder's `fp8_head`: resolved by the recipe."""
@@ -541,11 +541,8 @@ class Decoder(PretrainedInterface):
         hidden = hidden if tensor is None else tensor.gathered(hidden)
 
         def run(hidden: Tensor) -> Tensor:
-            weight = self.head.weight.to(self.dtype)
-            if hidden.dtype == dtype:
-                logits = high_precision(hidden, weight)
-            else:
-                logits = unrounded_linear(hidden, weight, dtype)
+            weight, wide = self.head.weight.to(self.dtype), hidden.dtype != dtype
+            logits = unrounded_linear(hidden, weight, dtype) if wide else high_precision(hidden, weight)
             return logits if tensor is None else tensor.words(logits, self.spec.vocabulary)
 
         positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep

@@ -16,7 +16,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 

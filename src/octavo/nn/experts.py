@@ -347,8 +347,8 @@ def backward_bytes_of_experts(
 ) -> int:
     """Temporaries of the backward of `StackedExperts` at their peak, gradients of both stacks of matrices among them.
 
-    tokens: of this rank. copies: token copies exchanged with other ranks. trained: the parameters with gradients. summand: bytes
-    per element of results and their gradients that are summed over ranks; None: those of the compute dtype.
+    tokens: of this rank. copies: token copies exchanged with other ranks. trained: the parameters with gradients.
+    summand: bytes per element of a result or gradient that ranks sum; None: those of the compute dtype.
     """
     width, element = of.hidden_size, of.use.compute_bytes
     summand = summand or element

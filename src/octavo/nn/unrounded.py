@@ -16,7 +16,7 @@ from octavo.nn.norm import flat, unflat
 
 
 def unrounded_linear(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """x · weightᵀ in `dtype`: of the weight's dtype, or float32 that is not rounded to it. x [..., K], weight [N, K] → [..., N].
+    """x [..., K] · weight [N, K]ᵀ in `dtype`: that of the weight, or float32 that is not rounded to it.
 
     x: of the weight's dtype, or float32 with its values; then the gradient of x is not rounded to it.
     """

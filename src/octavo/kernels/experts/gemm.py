@@ -228,8 +228,10 @@ def grouped_mm(a: Operand, b: Operand, routes: Routes, out_dtype: torch.dtype, *
     bounds = _bounds(routes)
     if x_scale is None or w_scale is None:
         pairs = zip(bounds, w, strict=True)
-        how = {"recurring": False, "unrounded": True}
-        parts = [gemm.high_precision_mm(x[begin:end], one.t(), out_dtype, **how) for (begin, end), one in pairs]
+        parts = [
+            gemm.high_precision_mm(x[begin:end], one.t(), out_dtype, recurring=False, unrounded=True)
+            for (begin, end), one in pairs
+        ]
     else:
         scales = x_scale if x_scale.dim() == 1 else [x_scale[begin:end] for begin, end in bounds]
         rows = [(x[begin:end], _aligned(scale)) for (begin, end), scale in zip(bounds, scales, strict=True)]
