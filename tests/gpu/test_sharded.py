@@ -1,5 +1,6 @@
 """Sharded training on GPUs against one rank; on one GPU the two ranks share it."""
 
+import float16_ranks
 import pytest
 import sharded
 import split_attention
@@ -8,6 +9,7 @@ import spread_experts
 import tensor_ranks
 import torch
 
+import octavo
 import ranks
 from octavo.collectives.tensor import TensorGroup
 
@@ -148,6 +150,50 @@ def test_steps_with_every_exchange_by_copies(recipe):
     wanted, _ = ranks.run(2, tensor_ranks.cells, {"tensor_parallel_degree": 2}, [(s, setting) for s in shapes])
     for by_copies, by_nccl in zip(found, wanted, strict=True):  # the same products of the same rows, and sums of two numbers
         assert max(tensor_ranks.errors(by_copies, by_nccl).values()) < 1e-2
+
+
+@pytest.mark.parametrize("recipe", [None, "delayed", "rowwise", "block"])
+def test_float16_over_two_tensor_ranks_is_as_near_to_float32_as_over_one(recipe):
+    """Sums over ranks in float32; by copies and by NCCL."""
+    options = {"steps": 1, "given": {"tokens": 24}}
+    setting = options | {"recipe": recipe, "params_dtype": torch.float32}
+    llama, mixtral = tensor_ranks.ALIGNED | {"num_key_value_heads": 1, "mlp_bias": True}, tensor_ranks.MIXTURE
+    cells = [(llama, setting), (mixtral, setting)]
+    if recipe is None:
+        cells.append((llama, setting | {"lora": octavo.LoRA(4, targets="all-linear")}))
+    for run in (float16_ranks.cells, float16_ranks.cells_by_copies):
+        found, _ = ranks.run(2, run, {"tensor_parallel_degree": 2}, cells, timeout=300)
+        for (shape, how), each in zip(cells, found, strict=True):
+            exact = {name: value for name, value in how.items() if name != "recipe"} | {"dtype": torch.float32}
+            one, wanted = (ranks.run(1, float16_ranks.trained, shape, None, timeout=300, **given)[0] for given in (how, exact))
+            assert each["losses"] == pytest.approx(one["losses"], rel=0.04 if recipe else 2e-3)
+            error, allowed = (tensor_ranks.distance(of["gradients"], wanted["gradients"]) for of in (each, one))
+            assert error <= 1.5 * allowed + (0.05 if recipe else 2e-3), shape
+
+
+def test_summands_beyond_float16_have_sums_within_it():
+    for errors in ranks.run(2, float16_ranks.beyond_float16):
+        assert {name: error for name, error in errors.items() if not error < 2e-3} == {}
+
+
+@pytest.mark.parametrize("kind", ["torch.amp", "fused", "muon"])
+def test_a_loss_scaler_of_pytorch_decides_alike_on_both_ranks(kind):
+    (wanted, _), *_ = ranks.run(1, float16_ranks.scaled_by_pytorch, None, kind, {1: None, 3: None})
+    for found, _ in ranks.run(2, float16_ranks.scaled_by_pytorch, {"tensor_parallel_degree": 2}, kind, {1: 1, 3: 0}):
+        assert found == wanted
+        assert [changed for _, changed in found] == [True, False, True, False, True, True]
+
+
+@pytest.mark.parametrize("expert", [1, 2])
+def test_noise_of_routers_over_two_ranks_is_that_of_one(expert):
+    setting = {"steps": 1, "seed": 7, "moe": {"router_jitter_noise": 0.25}}
+    degrees = {"tensor_parallel_degree": 2, "expert_parallel_degree": expert}
+    found, _ = ranks.run(2, tensor_ranks.cells, degrees, [(tensor_ranks.MIXTURE, setting)], timeout=300)
+    one = ranks.run(1, tensor_ranks.trained, tensor_ranks.MIXTURE, None, timeout=300, **setting)[0]
+    quiet = ranks.run(1, tensor_ranks.trained, tensor_ranks.MIXTURE, None, timeout=300, steps=1)[0]
+    assert found[0]["losses"] == pytest.approx(one["losses"], rel=1e-3)
+    assert tensor_ranks.distance(found[0]["gradients"], one["gradients"]) < 0.1
+    assert tensor_ranks.distance(quiet["gradients"], one["gradients"]) > 0.1
 
 
 def test_dropout_over_two_ranks_has_the_masks_of_one():

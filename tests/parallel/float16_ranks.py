@@ -28,14 +28,16 @@ def trained(
     recipe = None if recipe is None else RECIPES[recipe]()
     build = tensor_ranks.started if lora is None else functools.partial(lora_ranks.model_of, lora=lora)
     model = build(shape, degrees, recipe, dtype=dtype, **options)
+    device = next(model.parameters()).device
     optimizer, given, found = tensor_ranks.optimizer_of(model), tensor_ranks.batch(**given or {}), []
+    given = {name: value.to(device) for name, value in given.items()}
     if seed is not None:
         torch.manual_seed(seed)
     count = (given["labels"][:, 1:] != -100).sum().item()
     mine = given if degrees is None else tensor_ranks.own_samples(given)
     parts = [dict(zip(mine, row, strict=True)) for row in zip(*(x.chunk(micro_batches) for x in mine.values()), strict=True)]
     for _ in range(steps):
-        loss = torch.zeros(())
+        loss = torch.zeros((), device=device)
         for number, part in enumerate(parts):
             accumulate(model, last=number == micro_batches - 1)
             with octavo.fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe):
@@ -62,7 +64,7 @@ def cells(degrees, cells):
     """`trained` of each (shape, options) over the ranks; of rank 0 alone, as the others' is the same."""
     found = [trained(shape, degrees, **options) for shape, options in cells]
     for each in found:
-        numbers = torch.tensor(each["losses"] + each["norms"])
+        numbers = torch.tensor(each["losses"] + each["norms"], device=world.state.device)
         first = numbers.clone()
         dist.broadcast(first, 0)
         assert torch.equal(first, numbers)
@@ -80,8 +82,9 @@ def scaled_by_pytorch(degrees, kind, spoiled, *, clip=0.0, steps=6):
     else:
         optimizer = torch.optim.AdamW(octavo.parameter_groups(model, 0.1), lr=1e-2, eps=1e-3, fused=kind == "fused")
     of = ShardedGradScaler if kind == "sharded" else torch.amp.GradScaler
-    scaler = of("cpu", init_scale=2.0**8, growth_interval=2)
-    given = tensor_ranks.batch()
+    device = next(model.parameters()).device
+    scaler = of(device.type, init_scale=2.0**8, growth_interval=2)
+    given = {name: value.to(device) for name, value in tensor_ranks.batch().items()}
     mine = given if degrees is None else tensor_ranks.own_samples(given)
     count, found = (given["labels"][:, 1:] != -100).sum().item(), []
     rank = None if degrees is None else world.state.rank
@@ -111,22 +114,25 @@ def relative(found, wanted):
 def beyond_float16():
     """Errors of a product split by columns and of the gradients of one split by rows, whose summands are beyond float16."""
     tensor, draw = TensorGroup(dist.group.WORLD), torch.Generator().manual_seed(8)
-    n, rank = tensor.size, tensor.rank
+    n, rank, device = tensor.size, tensor.rank, torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
     wide, narrow, tokens = 32 * n, 24, 4 * n
     signs = torch.ones(n)
     signs[1::2] = -1.0
-    signs *= 250.0
+    signs = signs.half().to(device) * 250.0
 
     def drawn(*shape):
-        return torch.randn(shape, generator=draw).half()
+        return torch.randn(shape, generator=draw).half().to(device)
 
     def local(whole):
         return whole.flatten(0, 1).chunk(n)[rank].unflatten(0, (2, -1))
 
     # A column that is 300 in the input of each rank, and 250 or -250 in its part of the weight.
     x, weight, bias = drawn(2, tokens, wide), drawn(narrow, wide), drawn(narrow)
-    x[..., wide // n - 1 :: wide // n], weight[:, wide // n - 1 :: wide // n] = 300.0, signs.half()
-    layer = octavo.nn.Linear(wide // n, narrow, params_dtype=torch.float16, device="cpu")
+    x[..., wide // n - 1 :: wide // n], weight[:, wide // n - 1 :: wide // n] = 300.0, signs
+    layer = octavo.nn.Linear(wide // n, narrow, params_dtype=torch.float16, device=device)
     layer.tensor = tensor
     with torch.no_grad():
         layer.weight.copy_(weight.chunk(n, 1)[rank])
@@ -137,8 +143,8 @@ def beyond_float16():
 
     # The same of an output's gradient, and of the rows of the weight.
     stream, weight, grad = drawn(2, tokens, narrow), drawn(wide, narrow), drawn(2, tokens, wide)
-    grad[..., wide // n - 1 :: wide // n], weight[wide // n - 1 :: wide // n] = 300.0, signs.half()[:, None]
-    normed = octavo.nn.LayerNormLinear(narrow, wide // n, bias=False, params_dtype=torch.float16, device="cpu")
+    grad[..., wide // n - 1 :: wide // n], weight[wide // n - 1 :: wide // n] = 300.0, signs[:, None]
+    normed = octavo.nn.LayerNormLinear(narrow, wide // n, bias=False, params_dtype=torch.float16, device=device)
     normed.tensor = tensor
     with torch.no_grad():
         normed.weight.copy_(weight.chunk(n)[rank])
@@ -150,7 +156,7 @@ def beyond_float16():
 
     # Two words with the same gradient of their logits, of rows with other signs.
     hidden, head, d_logits = drawn(2, tokens, narrow), drawn(wide, narrow), drawn(2, tokens, wide)
-    head[wide // n - 1 :: wide // n], d_logits[..., wide // n - 1 :: wide // n] = signs.half()[:, None], 300.0
+    head[wide // n - 1 :: wide // n], d_logits[..., wide // n - 1 :: wide // n] = signs[:, None], 300.0
     own = local(hidden).clone().requires_grad_()
     whole = tensor.gathered(own)
     logits = unrounded_linear(whole, head.chunk(n)[rank], torch.float16)
@@ -169,3 +175,9 @@ def scaled_matrices(degrees):
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(model(**tensor_ranks.batch()).loss).backward()
     return tensor_ranks.refused(lambda: scaler.step(optimizer))
+
+
+def cells_by_copies(degrees, cells_):
+    """`cells` with every exchange of GPUs by copies."""
+    with tensor_ranks.all_by_copies():
+        return cells(degrees, cells_)
