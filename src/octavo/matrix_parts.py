@@ -253,17 +253,17 @@ def matrices(model: nn.Module, *patterns: str) -> Matrices:
 def _split(way: Conversion | None, name: str, tensor: Tensor) -> dict[str, Tensor]:
     """The matrices of a whole parameter, views if strides allow; none for a parameter that is not a matrix."""
     pieces = {name: tensor} if way is None else way.split(name, tensor)
-    matrices: dict[str, Tensor] = {}
+    by_name: dict[str, Tensor] = {}
     for source, piece in pieces.items():
         if piece.ndim == 2:
-            matrices[source] = piece
+            by_name[source] = piece
         elif piece.ndim == 3 and ".experts." in source:
             for expert, matrix in enumerate(piece):
                 if way is not None and source.endswith("gate_up_proj"):
-                    matrices[f"{source}.{expert}.gate"], matrices[f"{source}.{expert}.up"] = matrix.chunk(2)
+                    by_name[f"{source}.{expert}.gate"], by_name[f"{source}.{expert}.up"] = matrix.chunk(2)
                 else:
-                    matrices[f"{source}.{expert}"] = matrix
-    return matrices
+                    by_name[f"{source}.{expert}"] = matrix
+    return by_name
 
 
 def _join(way: Conversion | None, name: str, parts: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:

@@ -168,18 +168,18 @@ class Form:
                 f"{where} has {_SAID[name]} ({kinds[name]}) and preference pairs ('chosen' and 'rejected'), for which Octavo "
                 f'has no loss. Set data.format = "{name}" to train on {kinds[name]} only.'
             )
-        kind: Format = next(iter(kinds), "text")
+        form: Format = next(iter(kinds), "text")
         if self.format is None:
-            self.format = kind
-            if kind != "text":
+            self.format = form
+            if form != "text":
                 self.notice = (
-                    f"{where.split(', ')[0]}: {_SAID[kind]}, by the column{'s' if kind == 'prompt' else ''} {kinds[kind]} "
-                    f'(data.format = "{kind}").'
+                    f"{where.split(', ')[0]}: {_SAID[form]}, by the column{'s' if form == 'prompt' else ''} {kinds[form]} "
+                    f'(data.format = "{form}").'
                 )
-        elif kinds and kind != self.format:
+        elif kinds and form != self.format:
             first = self.notice or "The rows before it are text or token ids."
-            by = f"by the column{'s' if kind == 'prompt' else ''} {kinds[kind]}"
-            raise InputError(f"{where} has {_SAID[kind]}, {by}. {first} Use one form in all sources.")
+            by = f"by the column{'s' if form == 'prompt' else ''} {kinds[form]}"
+            raise InputError(f"{where} has {_SAID[form]}, {by}. {first} Use one form in all sources.")
         self._known.add(tuple(names))
         return self.format
 

@@ -92,12 +92,12 @@ class Batches:
         """
         if step < 1:
             raise InputError(f"octavo.batches: step = {step}: the first step is 1.")
-        batches = self._loader.step((step - 1) * self._global_batch)
-        targets = torch.tensor(sum(count_targets(batch.labels) for batch in batches), device=self._device)
+        micro_batches = self._loader.step((step - 1) * self._global_batch)
+        targets = torch.tensor(sum(count_targets(batch.labels) for batch in micro_batches), device=self._device)
         if state.world_size > 1 and state.dp_size > 1:
             dist.all_reduce(targets, group=state.dp_process_group)
         targets.clamp_(min=1)
-        return [self._arguments(batch, targets) for batch in batches]
+        return [self._arguments(batch, targets) for batch in micro_batches]
 
     def steps(self, first: int = 1, last: int | None = None) -> Iterator[list[dict[str, Any]]]:
         """`step` for each step from `first` to `last`, endless if that is None. To continue a loop, give its next step."""

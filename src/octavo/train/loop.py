@@ -358,8 +358,8 @@ def _write_checkpoint(session: _Session, step: int, *, wait: bool) -> Path:
     background = context.plan.config.checkpoint.async_
     rank_files, fault = {}, None
     try:
-        if state := session.events.state():
-            rank_files[CALLBACKS] = state
+        if of_callbacks := session.events.state():
+            rank_files[CALLBACKS] = of_callbacks
     except Exception as error:  # from a user's state_dict: save the step first, as after any error of a callback
         fault = error
     path = session.checkpoints.save(

@@ -47,9 +47,9 @@ class Case:
         """Drawn ranks, family, degrees and settings, as text."""
         run = self.config.model_dump(mode="json", exclude_unset=True)
         settings = {f"{section}.{key}": run[section][key] for section in _DRAWN for key in run.get(section, {})}
-        drawn = ", ".join(f"{key} {value}" for key, value in settings.items() if key not in _FIXED)
+        listed = ", ".join(f"{key} {value}" for key, value in settings.items() if key not in _FIXED)
         sizes = ", ".join(f"{key} {value}" for key, value in self.model.items() if key != "model_type")
-        return f"{self.ranks} ranks, {self.model['model_type']} ({sizes}): {drawn}"
+        return f"{self.ranks} ranks, {self.model['model_type']} ({sizes}): {listed}"
 
 
 _DRAWN = ("parallel", "moe", "lora", "data", "fp8", "optimizer", "train")

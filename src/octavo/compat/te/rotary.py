@@ -68,13 +68,13 @@ def check_angles(freqs: Any, head_dim: int) -> None:
         raise InputError(f"rotary angles of {freqs.shape[-1]} columns: give an even number of at most {head_dim}, a head's.")
 
 
-def _starts(positions: Any, sequences: int) -> Tensor | None:
+def _starts(offsets: Any, sequences: int) -> Tensor | None:
     """start_positions on the host, int [sequences]; an InputError for anything else."""
-    if positions is None:
+    if offsets is None:
         return None
-    if not isinstance(positions, Tensor) or positions.dtype not in INTEGERS or tuple(positions.shape) != (sequences,):
-        raise InputError(f"start_positions are {shown(positions)}: give torch.int32 [{sequences}], one for each sequence.")
-    starts = positions.cpu()
+    if not isinstance(offsets, Tensor) or offsets.dtype not in INTEGERS or tuple(offsets.shape) != (sequences,):
+        raise InputError(f"start_positions are {shown(offsets)}: give torch.int32 [{sequences}], one for each sequence.")
+    starts = offsets.cpu()
     if sequences and int(starts.min()) < 0:
         raise InputError(f"start_positions={starts.tolist()[:8]}: positions begin at 0, and one is {int(starts.min())}.")
     return starts
