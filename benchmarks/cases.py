@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from octavo.config.recompute import Recompute
@@ -32,6 +32,7 @@ class Case:
         context: GPUs that share each sequence.
         expert: GPUs that the experts of a block are spread over, by Octavo alone.
         tensor: GPUs that hold parts of the same matrices.
+        sync_each: gradients are reduced in each micro-batch, and none stays unsharded between them.
         recompute, offload: as `train.recompute` and `train.offload`, of Octavo's entries. Peers keep each layer's input where
             any is set.
 
@@ -49,6 +50,7 @@ class Case:
     context: int = 1
     expert: int = 1
     tensor: int = 1
+    sync_each: bool = False
     recompute: Recompute = False
     offload: bool = False
 
@@ -182,6 +184,8 @@ _TINY_NEOX = SHAPES["pythia-160m"] | {
     "vocab_size": 512, "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
 }  # fmt: skip
 _TINY_MIXTRAL = _TINY | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+_FEW = {"head_dim": 16, "num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+"""Largest values of further keys."""
 _TINY_VIT = VisionCase("tiny-vit", 64, 2, 4, 128, 10, 8, 32, 2)
 
 CASES: dict[str, Case] = {
@@ -214,6 +218,30 @@ CASES: dict[str, Case] = {
         # The whole model. 16,384 tokens a GPU in both: enough arithmetic to hide the gathering of weights.
         Case("llama-8b-8k", SHAPES["llama-8b"], 2, 8192),
         Case("llama-8b-16k", SHAPES["llama-8b"], 1, 16_384),
+        # Of the published figures, for 8 GPUs of 80 GB: `benchmarks.published`.
+        Case("llama-8b-8k-16-micro-batches", SHAPES["llama-8b"], 1, 8192, micro_batches=16, sync_each=True),
+        Case("llama-8b-32k-recomputed", SHAPES["llama-8b"], 1, 32_768, recompute="selective"),
+        Case("llama2-7b", SHAPES["llama2-7b"], 4, 4096),
+        Case(
+            "qwen3-30b-a3b-ep8-16-micro-batches",
+            SHAPES["qwen3-30b-a3b"],
+            4,
+            4096,
+            micro_batches=16,
+            expert=8,
+            recompute="selective",
+        ),
+        Case("mixtral-8x7b-ep8", SHAPES["mixtral-8x7b"], 1, 4096, expert=8),
+        # Their parts, for 2 GPUs.
+        Case(
+            "qwen3-30b-a3b-4layers-ep2-2-micro-batches",
+            SHAPES["qwen3-30b-a3b"] | {"num_hidden_layers": 4},
+            4,
+            4096,
+            micro_batches=2,
+            expert=2,
+            recompute="selective",
+        ),
         Case("tiny", _TINY, 2, 32),
         Case("tiny-mistral", _TINY | {"model_type": "mistral", "sliding_window": 8}, 2, 32),
         Case("tiny-neox", _TINY_NEOX, 2, 32),
@@ -264,6 +292,10 @@ CONTEXT_CASES: dict[str, Case] = {
         ),
         CASES["tiny"],
         Case("tiny-cp2", _TINY, 2, 32, context=2, recompute="selective"),
+        # Of the published figures.
+        Case("llama-8b-16k-cp8", SHAPES["llama-8b"], 4, 16_384, context=8),
+        Case("llama-8b-128k-cp4", SHAPES["llama-8b"], 1, 131_072, context=4, recompute="selective"),
+        Case("llama-8b-256k-cp8", SHAPES["llama-8b"], 1, 262_144, context=8, recompute="selective"),
     )
 }
 LORA_CASES: dict[str, LoraCase] = {
@@ -272,8 +304,63 @@ LORA_CASES: dict[str, LoraCase] = {
         LoraCase("llama-8b-lora", SHAPES["llama-8b"], 1, 4096),
         LoraCase("llama-8b-8layers-lora", SHAPES["llama-8b"] | {"num_hidden_layers": 8}, 1, 4096),
         LoraCase("llama-70b-lora", SHAPES["llama-70b"], 1, 4096, recompute=True, stored=True),
+        # Of the published figures, for 8 GPUs of 80 GB; and its part, for 2.
+        LoraCase(
+            "llama-70b-lora-2-micro-batches",
+            SHAPES["llama-70b"],
+            2,
+            4096,
+            micro_batches=2,
+            recompute="selective",
+            stored=True,
+        ),
+        LoraCase(
+            "llama-70b-4layers-lora-2-micro-batches",
+            SHAPES["llama-70b"] | {"num_hidden_layers": 4},
+            2,
+            4096,
+            micro_batches=2,
+            recompute="selective",
+            stored=True,
+        ),
         LoraCase("tiny-lora", _TINY, 2, 32, rank=4),
         LoraCase("tiny-lora-stored", _TINY, 2, 32, rank=4, recompute=True, stored=True),
     )
 }
+
+
+def tiny_of(case: AnyCase) -> AnyCase:
+    """The case for two ranks of a CPU: its batch and settings, degrees and micro-batches of two, a tiny model of its family."""
+    name = f"tiny-{case.name}"
+    if isinstance(case, VisionCase):
+        return replace(_TINY_VIT, name=name)
+    small = {key: value for key, value in _TINY.items() if key not in ("model_type", "tie_word_embeddings")}
+    few = {key: min(value, case.sizes[key]) for key, value in _FEW.items() if key in case.sizes}
+    degrees = {key: min(2, getattr(case, key)) for key in ("context", "expert", "tensor", "micro_batches")}
+    length = 32 * degrees["context"]
+    sizes = {key: value for key, value in {**case.sizes, **small, **few}.items() if not key.endswith("_token_id")}
+    return replace(case, name=name, sizes=sizes, sequence_length=length, **degrees)
+
+
+PUBLISHED: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
+    (
+        CASES,
+        (
+            "llama-1b",
+            "llama-8b-8layers",
+            "llama-8b-8k-16-micro-batches",
+            "llama-8b-32k-recomputed",
+            "llama2-7b",
+            "qwen3-30b-a3b-ep8-16-micro-batches",
+            "mixtral-8x7b-ep8",
+        ),
+    ),
+    (CONTEXT_CASES, ("llama-8b-16k-cp8", "llama-8b-64k-cp2", "llama-8b-128k-cp4", "llama-8b-256k-cp8")),
+    (LORA_CASES, ("llama-70b-lora-2-micro-batches",)),
+    (VISION_CASES, ("vit-huge-patch16",)),
+)
+"""The cases of `benchmarks.published`; each has its tiny one."""
+for _cases, _names in PUBLISHED:
+    _cases.update({f"tiny-{name}": tiny_of(_cases[name]) for name in _names})
+
 ALL_CASES: dict[str, AnyCase] = {**CASES, **CONTEXT_CASES, **VISION_CASES, **LORA_CASES}

@@ -1,7 +1,8 @@
 """Entries of the LoRA suite: adapters beside all matrices of a frozen model, on the same tokens.
 
-Octavo's entries store the frozen weights in bfloat16 or in FP8 alone; their adapters and moments are float32. Those that end in
--graph replay forward and backward as one CUDA graph (`octavo.graphed`). The peer is PEFT around Hugging Face's model in
+Octavo's entries store the frozen weights in bfloat16 or in FP8 alone; their adapters and moments are float32. Over several GPUs
+the frozen weights are sharded in the form in which they are stored. Entries that end in -graph replay forward and backward as
+one CUDA graph (`octavo.graphed`); they and the peers train on one GPU. The peer is PEFT around Hugging Face's model in
 bfloat16, attention by SDPA: as its users run it, compiled block by block, with Liger's kernels, with torchao's FP8 products of
 the blocks (-fp8-head: of the output head too), and with FlashAttention-4 in SDPA's place. Its adapters are bfloat16, which is
 faster than PEFT's default of float32. Sequences have one document each, so that no library needs a mask. Before a peer is
@@ -203,7 +204,9 @@ def _gradients(pairs: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> Iterator[t
 
 def _peft(name: str, layers: str = "bf16", *, needs: tuple[str, ...] = (), **how: Any) -> Entry:
     head = "fp8" if how.get("head") else "bf16"
-    return Entry(name, layers, head, partial(build_peft, **how), "peft", families=("llama",), needs=("transformers", *needs))
+    return Entry(
+        name, layers, head, partial(build_peft, **how), "peft", families=("llama",), alone=True, needs=("transformers", *needs)
+    )
 
 
 def _octavo(
@@ -217,7 +220,7 @@ def _octavo(
 ) -> Entry:
     build = partial(build_octavo, recipe=recipe, head=head, stored=stored, fast=fast, graph=graph)
     precisions: dict[str, Any] = {"head": "fp8" if head else "bf16", "head_forward": "bf16" if head == "backward" else None}
-    return Entry(name, "fp8" if recipe else "bf16", build=build, stored=stored, **precisions)
+    return Entry(name, "fp8" if recipe else "bf16", build=build, stored=stored, alone=graph, **precisions)
 
 
 _DEFAULTS: dict[str, Any] = {"head": "backward", "fast": "input_gradient"}

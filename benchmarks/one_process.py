@@ -130,7 +130,9 @@ def _allocated(worker: Worker) -> int:
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     """Run from the command line; returns the document that was written."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.one_process", description=str(__doc__).split("\n", 1)[0])
-    parser.add_argument("suite", choices=[name for name, suite in SUITES.items() if suite.entries and suite.ranks[1] == 1])
+    parser.add_argument(
+        "suite", choices=[name for name, suite in SUITES.items() if suite.entries and (suite.alone or suite.ranks[1] == 1)]
+    )
     parser.add_argument("case")
     parser.add_argument("entries", help="names, separated by commas")
     parser.add_argument("--output", type=Path, required=True, help="a JSON file, written after each entry")

@@ -4,7 +4,8 @@
 
 On the results page a block is all between `<!-- Measured: NAME … -->` and `<!-- End of measured -->`, and becomes the table of
 the named files of `results/`, with their conditions below it. The files of a block are the newest of their workloads: no
-other of the same suite, cases, kind and number of GPUs is newer and has all of their entries.
+other of the same suite, cases, kind and number of GPUs is newer and has all of their entries. The table of published figures
+(`benchmarks.published`) names no files: it has those of its rows.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 from benchmarks import curves, readme
 from benchmarks.files import does_not_fit, exit_code_of, read_json
+from benchmarks.published import page as published
 from benchmarks.readme import LIBRARIES, WIDTH, Row, kernel_of, speed, title_of
 from benchmarks.vision import page as vision
 from octavo.errors import InputError
@@ -38,8 +40,10 @@ def rewrite(text: str, results: Path, folder: Path) -> str:
     """The text of a page with its blocks regenerated. folder: that of the page, for links.
 
     Raises:
-        InputError: a block names a file that is not there, or an older one of its workload.
+        InputError: a block names a file that is not there, or an older one of its workload; a published row's file is not
+            complete.
     """
+    text = published.rewrite(text, results, folder)
     return _BLOCK.sub(lambda found: f"{found[1]}{block(found[2].split(), results, folder)}\n{found[3]}", text)
 
 

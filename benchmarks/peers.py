@@ -90,6 +90,7 @@ class Entry:
         families: of the decoders it trains these alone; empty: all.
         head_forward: precision of the head's forward product, if another.
         stored: with LoRA it stores the frozen weights in FP8 alone.
+        alone: it trains on one GPU, its whole batch at once.
         exchanges: differs from another entry only in the exchange of keys and values, so trains shared sequences alone.
     """
 
@@ -106,6 +107,7 @@ class Entry:
     tensor: bool = False
     overlap: bool = False
     stored: bool = False
+    alone: bool = False
     needs: tuple[str, ...] = ()
 
     def trains(self, case: AnyCase) -> bool:
@@ -113,6 +115,8 @@ class Entry:
         if isinstance(case, VisionCase):
             return self.vision
         if isinstance(case, LoraCase) and case.stored and not self.stored:
+            return False
+        if self.alone and case.micro_batches > 1:
             return False
         alone = case.expert > 1 or (case.tensor > 1 and not self.tensor) or (case.tensor > 1 and case.spec.experts > 0)
         if self.overlap and case.tensor == 1:
@@ -152,9 +156,11 @@ class Training:
 
     Attributes:
         micro_batches: parts of a batch that go forward and backward one after another.
+        sync_each: FSDP2 reduces gradients in each of them.
     """
 
     micro_batches = 1
+    sync_each = False
 
     def __init__(
         self,
@@ -201,7 +207,7 @@ class Training:
         parts = list(zip(inputs.chunk(self.micro_batches), labels.chunk(self.micro_batches), strict=True))
         losses = []
         for number, part in enumerate(parts, 1):
-            accumulate(self.model, last=number == len(parts))
+            accumulate(self.model, last=self.sync_each or number == len(parts))
             loss = self._loss(*part) / len(parts)
             loss.backward()
             losses.append(loss.detach())
@@ -333,7 +339,7 @@ def build_octavo(
         return Training(model, Classifier(model), around, _sgd(model), graph=True)
     sharding = sharding_of(state, scaling, **dtypes, strategy=strategy)
     if sharding is not None:
-        sharding = replace(sharding, reshard_after_forward=reshard, sync_each_micro_batch=sync_each)
+        sharding = replace(sharding, reshard_after_forward=reshard, sync_each_micro_batch=sync_each or case.sync_each)
     settings = MODEL_SETTINGS | {"recompute": case.recompute, "offload": case.offload, "horizon": 2}
     if isinstance(case, LoraCase):
         settings |= {"lora": LoRA(case.rank, case.alpha, base="fp8" if stored else "params_dtype"), "base_recipe": scaling}

@@ -301,7 +301,7 @@ def _plan(
                     f"{case.name}: {degree} GPUs {use}, and {target.ranks} ranks are no multiple of that. Use "
                     f"--gpus {max(1, round(target.ranks / degree)) * degree}."
                 )
-        able = [entry for entry in compared if entry.trains(case)]
+        able = [entry for entry in compared if entry.trains(case) and (target.ranks == 1 or not entry.alone)]
         if unable := [entry.name for entry in compared if entry not in able]:
             say(f"{case.name}: without {', '.join(unable)}")
         if able:
@@ -342,13 +342,13 @@ def _target(suite: Suite, asked: str | None, gpus: int | None) -> Target:
     count = torch.cuda.device_count()
     on_gpu = device.type == "cuda"
     least, most = suite.ranks
-    ranks = gpus or (most or (count if on_gpu else CPU_RANKS))
+    ranks = gpus or (1 if suite.alone else most or (count if on_gpu else CPU_RANKS))
     if ranks < least or (most is not None and ranks > most):
         allowed = f"{least} at least" if most is None else f"{most}"
         raise InputError(
             f"gpus = {ranks}: the suite {suite.name} needs {allowed}. Use --gpus {most or least} or another suite."
         )
-    if most == 1:
+    if most == 1 or (suite.alone and ranks == 1):
         name = f"cuda:{device.index or 0}" if on_gpu else "cpu"
         return Target(describe_device(name), name)
     if on_gpu and (":" in str(device) or ranks > count):

@@ -8,14 +8,15 @@ float32 logits (8.4 GB for 16,384 tokens) exist only inside a kernel.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks import te_attention
 from benchmarks.cases import Case
@@ -61,6 +62,9 @@ def build_unjoined(case: Case, device: torch.device, on_gpu: bool, *, seed: int 
 
 
 def _compile_and_shard(model: PlainDecoder, case: Case, compiled: bool) -> None:
+    if case.recompute:  # each layer whole, compiled together with its recomputation
+        for layer in model.model.layers:
+            layer.forward = _recomputed(layer.forward)
     if compiled:  # inside FSDP2's hooks; `fullgraph`, so that no unnoticed graph break slows the peer
         for part in (*model.model.layers, model.model.norm):
             part.forward = torch.compile(part.forward, fullgraph=True)
@@ -68,6 +72,16 @@ def _compile_and_shard(model: PlainDecoder, case: Case, compiled: bool) -> None:
     # A tied matrix stays gathered with the root, since it is used first and last.
     ends = None if case.spec.tied else (model.model.embed_tokens, model.model.norm, model.lm_head)
     _shard(model, list(model.model.layers), ends)
+
+
+def _recomputed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The same, with its inputs alone saved for backward."""
+
+    def run(*inputs: Tensor) -> Tensor:
+        found: Tensor = checkpoint(forward, *inputs, use_reentrant=False)
+        return found
+
+    return run
 
 
 def build_te_sharded(
@@ -182,6 +196,10 @@ SHARDED: dict[str, Entry] = {
         Entry(
             "octavo-delayed-fast-fp8-head-bf16-states", "fp8", "fp8",
             partial(build_octavo, recipe="delayed", head=True, fast=True),
+        ),
+        Entry(
+            "octavo-delayed-fast-input-fp8-head-backward-bf16-states", "fp8", "fp8",
+            partial(build_octavo, recipe="delayed", head="backward", fast="input_gradient"), head_forward="bf16",
         ),
         Entry("octavo-delayed-fast-bf16-states", "fp8", "bf16", partial(build_octavo, recipe="delayed", fast=True)),
         Entry("octavo-current-fast-bf16-states", "fp8", "bf16", partial(build_octavo, recipe="current", fast=True)),

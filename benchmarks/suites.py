@@ -31,6 +31,7 @@ class Suite:
         steps, warmup: default numbers of timed steps and of steps before them.
         tiny: default workload on a CPU.
         replicated: each rank has the whole model, and `octavo.init` shards nothing.
+        alone: one rank, unless more are asked for.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Suite:
     warmup: int = 5
     tiny: str = "tiny"
     replicated: bool = False
+    alone: bool = False
 
 
 _OWN_SHARDED = {name: entry for name, entry in SHARDED.items() if name.startswith("octavo-")}
@@ -58,7 +60,7 @@ SUITES: dict[str, Suite] = {
         Suite(
             "one-gpu", ENTRIES, {**_ALONE, **VISION_CASES}, ("llama-1b", "llama-8b-8layers", "llama2-7b-8layers", "vit-huge")
         ),
-        Suite("lora", LORA, LORA_CASES, ("llama-8b-lora", "llama-70b-lora"), tiny="tiny-lora", steps=10),
+        Suite("lora", LORA, LORA_CASES, ("llama-8b-lora", "llama-70b-lora"), (1, None), tiny="tiny-lora", steps=10, alone=True),
         Suite("sharded", SHARDED, CASES, ("llama-8b-8k", "llama-8b-16k"), (1, None)),
         Suite("context", CONTEXT, CONTEXT_CASES, _SPLIT, (2, None)),
         # The published measurement averages the steps after the 10th to the 50th.

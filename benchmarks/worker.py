@@ -68,6 +68,8 @@ class Worker:
         self._join()
         self.trainer = self.entry.build(self.case, self.device, self.on_gpu, seed=seed)
         self.trainer.micro_batches = self.case.micro_batches
+        # Octavo's entries are built so.
+        self.trainer.sync_each = isinstance(self.case, Case) and self.case.sync_each and self.entry.group is not None
         if isinstance(self.case, Case) and self.case.spec.experts and not self.case.spec.tied:
             balance_routers(self.trainer.model)
         rank = world.state.dp_rank

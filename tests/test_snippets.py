@@ -22,6 +22,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import octavo
 import ranks
 from benchmarks.__main__ import app as benchmarks
+from benchmarks.published import __main__ as published
+from benchmarks.published.measure import chosen
 from benchmarks.suites import SUITES
 from benchmarks.vision.prices import prices_with
 from chat_templates import save_tokenizer
@@ -36,6 +38,7 @@ ON_TWO_RANKS = ("docs/context-parallelism.md",)
 SMALL = ("data.sequence_length=32", "train.global_batch=4", "train.epochs=0.1")
 NOT_OCTAVO = ("make", "pip", "python3 -m venv", "bash")
 BENCHMARKS = "python -m benchmarks "
+PUBLISHED = "python -m benchmarks.published "
 WORDS = "a scale for each tensor keeps small values in reach of the format while large ones saturate "
 CONFIG = {
     "vocab_size": 400, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -125,7 +128,7 @@ def arguments_of(line):
         hosts, ranks = (int(words[words.index(name) + 1]) for name in ("--nnodes", "--nproc-per-node"))
         words = words[start:]
         return [*words[1:], "--dry-run", "--world-size", str(hosts * ranks)] if words[1] == "train" else words[1:]
-    if line.startswith(BENCHMARKS):
+    if line.startswith((BENCHMARKS, PUBLISHED)):
         return words[3:]
     assert words[0] == "octavo", line
     return words[1:]
@@ -149,6 +152,10 @@ def run_line(line, monkeypatch):
         suite = SUITES[given["suite"]]
         for key, known in (("cases", suite.known), ("entries", suite.entries)):
             assert not given[key] or set(given[key].split(",")) <= set(known), line
+        return
+    if line.startswith(PUBLISHED):
+        given = published.parsed(arguments)
+        assert chosen(given.cases.split(",") if given.cases else None), line
         return
     if line.startswith("echo "):
         monkeypatch.setattr("sys.stdin", io.StringIO(shlex.split(line)[1]))

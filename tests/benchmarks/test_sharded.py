@@ -187,7 +187,8 @@ def test_lengths_of_one_gpu_and_of_two():
     """Each length has both degrees, with no fewer than 16,384 tokens of a GPU; the page says what it takes."""
     page = (Path(__file__).parents[2] / "docs" / "context-parallelism.md").read_text(encoding="utf-8")
     whole = {name: case for name, case in CONTEXT_CASES.items() if name.startswith("llama-8b-")}
-    settings = {name: case for name, case in whole.items() if "8layers" not in name}  # those are for GPUs of 80 GB
+    # Those of eight layers are for GPUs of 80 GB, and those that more GPUs share for published figures.
+    settings = {name: case for name, case in whole.items() if "8layers" not in name and case.context <= 2}
     assert {name.removesuffix("-cp2") for name in settings} == {f"llama-8b-{k}k" for k in (8, 16, 32, 64, 128, 256)}
     assert len(settings) == 12
     for name, case in settings.items():

@@ -48,6 +48,21 @@ _MIXTRAL = {
     "router_aux_loss_coef": 0.02,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
 }
+_QWEN3_MOE = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "router_aux_loss_coef": 0.001,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+}
 _TIED = {"tie_word_embeddings": True}
 
 
@@ -83,6 +98,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     # Mixtral-8x7B-v0.1 and Mixtral-8x22B-v0.1
     "mixtral-8x7b": _sizes(4096, 14336, 32, 32, 8) | _MIXTRAL | {"vocab_size": 32000, "max_position_embeddings": 32768},
     "mixtral-8x22b": _sizes(6144, 16384, 56, 48, 8) | _MIXTRAL | {"vocab_size": 32768, "max_position_embeddings": 65536},
+    # Qwen3-30B-A3B; intermediate_size is of dense MLPs, which it has none of
+    "qwen3-30b-a3b": _sizes(2048, 6144, 48, 32, 4) | _QWEN3_MOE,
     # hidden size, layers, heads, words
     "pythia-160m": _neox(768, 12, 12, 50304),
     "pythia-410m": _neox(1024, 24, 16, 50304),
