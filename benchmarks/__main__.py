@@ -32,7 +32,9 @@ Breakdown = Annotated[bool, typer.Option("--breakdown", help="Also record the ti
 Traces = Annotated[
     str | None, typer.Option(metavar="FOLDER", help="Folder for Chrome traces of the first rank; includes --breakdown.")
 ]
-Gpus = Annotated[int | None, typer.Option(min=1, help="GPUs of a model on several (on a CPU: ranks); all if absent.")]
+Gpus = Annotated[
+    int | None, typer.Option(min=1, help="GPUs of a model on several (on a CPU: ranks); if absent all, for lora one.")
+]
 Folder = Annotated[str | None, typer.Option("--folder", metavar="PATH", help="Folder for temporary checkpoints.")]
 RestoreGpus = Annotated[int | None, typer.Option(min=1, help="GPUs that restore; half of them if absent.")]
 Starts = Annotated[

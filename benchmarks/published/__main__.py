@@ -14,6 +14,7 @@ from benchmarks.published.measure import PLANNED_GIB, check_octavo, chosen, meas
 from benchmarks.records import render
 from octavo.arguments import names, path
 from octavo.bench.results import print_table
+from octavo.errors import EXIT_INTERRUPTED, warn
 from octavo.hardware import GIB
 from octavo.plan.memory import USABLE
 from octavo.run.metrics import encode
@@ -73,7 +74,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(encode(documents, indent=2))
         check_octavo(documents)
 
-    return exit_code_of(work)
+    try:
+        return exit_code_of(work)
+    except KeyboardInterrupt:
+        warn("interrupted: the next call measures this row again, and leaves out those that are complete.")
+        return EXIT_INTERRUPTED
 
 
 if __name__ == "__main__":

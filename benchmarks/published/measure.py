@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.cases import Case, LoraCase
 from benchmarks.peers import INSTALL, Entry
-from benchmarks.published.rows import ROWS, Row, octavo_of
+from benchmarks.published.rows import ROWS, Row, machine_of, octavo_of
 from benchmarks.run import CPU_RANKS, run_suite
 from benchmarks.suites import SUITES
 from octavo.bench import results as files
@@ -151,13 +151,15 @@ def measure(
     """
     begun, found = time.perf_counter(), device_of(device)
     on_gpu, folder = found.type == "cuda", folder or Path()
-    count = torch.cuda.device_count() if on_gpu else gpus or CPU_RANKS
+    count = torch.cuda.device_count() if on_gpu else max(gpus or 0, CPU_RANKS)
     if gpus is not None and not 1 <= gpus <= count:
-        raise InputError(f"--gpus {gpus}: torch sees {count} GPUs. Use --gpus 1 to {count}.")
+        raise InputError(f"--gpus {gpus}: use 1 to {count}" + (", the GPUs that torch sees." if on_gpu else " ranks on a CPU."))
+    if minutes is not None and not minutes > 0:
+        raise InputError(f"--minutes {minutes:g} is not a time above 0: give one such as 10, or leave it out.")
     check_folder(folder, "--output")
-    asked = chosen(cases)
-    rows = asked if on_gpu else [row.tiny() for row in asked]
-    _check_ranks(asked, rows, gpus or count)
+    here = {name: row if on_gpu else row.tiny() for name, row in ROWS.items()}
+    rows, most = [here[row.name] for row in chosen(cases)], gpus or count
+    _check_ranks(rows, most, [name for name, row in here.items() if row.gpus <= most])
     left = [row for row in rows if not _is_there(row, folder, say)]
     for package in {row.shape.package for row in left} - {None}:
         if importlib.util.find_spec(package) is None:
@@ -193,13 +195,12 @@ def check_octavo(documents: Iterable[dict[str, Any]]) -> None:
         )
 
 
-def _check_ranks(asked: Iterable[Row], rows: Iterable[Row], gpus: int) -> None:
+def _check_ranks(rows: Iterable[Row], gpus: int, fit: Sequence[str]) -> None:
     """Refuse rows of more ranks than there are, and name those that fit."""
-    pairs = list(zip(asked, rows, strict=True))
-    large = [f"{row.name} {row.gpus}" for row, here in pairs if here.gpus > gpus]
-    if large:
-        fit = [row.name for row in ROWS.values() if row.gpus <= gpus]
-        raise InputError(f"gpus = {gpus}, and these need more: {', '.join(large)}. Use --gpus 8, or --cases {','.join(fit)}.")
+    if large := [row for row in rows if row.gpus > gpus]:
+        need = ", ".join(f"{row.name} {row.gpus}" for row in large)
+        most = max(row.gpus for row in large)
+        raise InputError(f"gpus = {gpus}, and these need more: {need}. Use --gpus {most}, or --cases {','.join(fit)}.")
 
 
 def _is_there(row: Row, folder: Path, say: Say) -> bool:
@@ -208,10 +209,13 @@ def _is_there(row: Row, folder: Path, say: Say) -> bool:
     if not path.is_file():
         return False
     try:
-        complete = row.is_complete(json.loads(path.read_text(encoding="utf-8")))
+        document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        complete = False
-    say(f"{row.name}: {path} is there" if complete else f"{row.name}: {path} is not complete, and is replaced")
+        document = None
+    if complete := row.is_complete(document):
+        say(f"{row.name}: {path} is there, measured on {machine_of(document)}")
+    else:
+        say(f"{row.name}: {path} is not complete, and is replaced")
     return complete
 
 

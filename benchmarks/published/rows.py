@@ -81,7 +81,11 @@ class Row:
 
     def is_complete(self, document: Any) -> bool:
         """True for results of this row with each of its entries, of which one of Octavo's has a figure."""
-        if not isinstance(document, dict) or document.get("published") != self.name:
+        if (
+            not isinstance(document, dict)
+            or document.get("published") != self.name
+            or not isinstance(document.get("machine"), dict)
+        ):
             return False
         rows = document.get("rows")
         if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
@@ -99,6 +103,12 @@ def octavo_of(rows: list[dict[str, Any]], layers: str | None = None) -> list[dic
     of = [row for row in rows if str(row.get("entry")).startswith("octavo-") and "error" not in row]
     of = [row for row in of if layers in (None, row.get("layers"))]
     return sorted(of, key=lambda row: row["step_ms"])
+
+
+def machine_of(document: Mapping[str, Any]) -> str:
+    """The kind of GPU of results, or of the CPU."""
+    machine = document["machine"]
+    return str(machine.get("gpu") or machine.get("cpu"))
 
 
 _DEFAULTS = "octavo-delayed-fast-input-fp8-head-backward"

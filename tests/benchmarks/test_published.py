@@ -87,6 +87,8 @@ def measured(folder, *names, **how):
 @pytest.mark.usefixtures("with_torchvision", "forked_workers")
 def test_the_tiny_case_of_every_row_trains_on_two_ranks(tmp_path, name):
     row = ROWS[name].tiny()
+    if row.shape.package is not None:
+        pytest.importorskip(row.shape.package, reason="needs timm: pip install -e '.[bench]'")
     (document,), _ = measured(tmp_path, name)
     assert json.loads((tmp_path / f"published-tiny-{name}.json").read_text()) == document
     assert (document["suite"], document["published"]) == ("published", f"tiny-{name}")
@@ -107,7 +109,7 @@ def test_a_measured_row_is_left_out_and_one_that_is_not_complete_is_replaced(tmp
     (document,), _ = measured(tmp_path, "N-1b-1")
     path = tmp_path / "published-tiny-N-1b-1.json"
     before = path.read_bytes(), path.stat().st_mtime_ns
-    assert measured(tmp_path, "N-1b-1") == ([], [f"tiny-N-1b-1: {path} is there"])
+    assert measured(tmp_path, "N-1b-1") == ([], [f"tiny-N-1b-1: {path} is there, measured on {document['machine']['cpu']}"])
     assert (path.read_bytes(), path.stat().st_mtime_ns) == before
     failed = {**document, "rows": [{**document["rows"][0], "error": "out of memory"}]}
     for fault in (
@@ -147,6 +149,17 @@ def test_an_interrupted_row_leaves_nothing_and_is_measured_again(tmp_path, monke
     assert [path.name for path in folder.iterdir()] == ["published-tiny-A4.json"]
 
 
+def test_an_interrupted_command_says_how_to_continue(monkeypatch, capsys):
+    def interrupt(*args, **how):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("benchmarks.published.__main__.measure", interrupt)
+    assert main(["--cases", "A1"]) == 130
+    assert capsys.readouterr().err == (
+        "octavo: interrupted: the next call measures this row again, and leaves out those that are complete.\n"
+    )
+
+
 def test_rows_by_name_and_by_the_first_part_of_it():
     assert [row.name for row in chosen(["T3", "A1"])] == ["A1", "T3-32k", "T3-64k", "T3-128k", "T3-256k"]
     assert [row.name for row in chosen(["N-1b-2"])] == ["N-1b-2"]
@@ -170,7 +183,10 @@ def test_rows_of_more_gpus_are_refused_with_those_that_fit(tmp_path, capsys):
     said = f"gpus = 2, and these need more: A1 8, T3-64k 8. Use --gpus 8, or --cases {fit}."
     assert said in capsys.readouterr().err.replace("\n", " ")
     assert main(["--gpus", "3", "--output", str(tmp_path)]) == 2
-    assert "--gpus 3: torch sees 2 GPUs. Use --gpus 1 to 2." in capsys.readouterr().err
+    assert "--gpus 3: use 1 to 2, the GPUs that torch sees." in capsys.readouterr().err
+    for wrong in ("0", "-1", "nan"):
+        assert main(["--cases", "N-8b-2", "--minutes", wrong, "--output", str(tmp_path)]) == 2
+        assert f"--minutes {wrong} is not a time above 0" in capsys.readouterr().err
     assert main(["--cases", "N-8b-2", "--minutes", "0.5", "--output", str(tmp_path)]) == 2
     minutes = steps_of(ROWS["N-8b-2"]).minutes
     said = (
@@ -179,6 +195,14 @@ def test_rows_of_more_gpus_are_refused_with_those_that_fit(tmp_path, capsys):
     assert said in capsys.readouterr().err
     assert main(["--output", "s3://bucket/results"]) == 2
     assert "--output" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_missing_package_is_refused_before_any_row_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(measuring.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"^V-1: timm is not installed\. Install it by pip install .* out of --cases\.$"):
+        measured(tmp_path, "N-1b-1", "V-1", device="cuda")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -259,6 +283,9 @@ def test_the_page_has_the_measured_rows_and_names_the_others(tmp_path):
     assert plain[5:] == ["3.42, 140 TFLOP/s", f"{7_000 * 8 / 16_384 / 2.03:.3f}", link]
     assert fp8[5:] == ["6.00, 246 TFLOP/s", f"{6 / 3.05:.3f}", link]
     assert lines_of(text, "N-1b-8")[0][5:7] == ["97,500, 1,950 TFLOP/s", "0.975"]
+    documents[1]["machine"]["gpu"] = "NVIDIA H200"  # a ratio of two kinds of GPU would say nothing
+    (tmp_path / ROWS["N-1b-1"].file).write_text(json.dumps(documents[1]))
+    assert lines_of(page.block(tmp_path, tmp_path), "N-1b-8")[0][5:7] == ["97,500, 1,950 TFLOP/s", "\N{EN DASH}"]
     assert lines_of(text, "N-1b-2")[0][5:7] == ["\N{EN DASH}"] * 2
     assert "Not measured: A1, T3-32k" in text.replace("\n", " ")
     broken = documents[0] | {"rows": documents[0]["rows"][:-1]}
