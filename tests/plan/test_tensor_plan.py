@@ -31,7 +31,7 @@ from octavo.parallel.world import state
 from octavo.plan import fp8_auto, saved
 from octavo.plan.advice import lines, memory_of
 from octavo.plan.advice import setup_of as setup_of_plan
-from octavo.plan.memory import estimate
+from octavo.plan.memory import _moments, estimate
 from octavo.plan.run import Target, check
 
 pytestmark = ranks.alone
@@ -280,3 +280,13 @@ def test_the_choice_of_gathering_and_timings_are_of_a_rank_s_part(tiny_run):
     assert sorted(timed) == sorted(
         [(rows, 3072, 4096), (rows, 4096, 2048), (rows, 14336, 4096), (rows, 4096, 7168)]
     )  # of 6144, 4096, 28672 and 14336
+
+
+def test_sums_of_float16_over_tensor_ranks_are_float32_in_the_plan():
+    """In the backward of a block: partial sums of all tokens, and this rank's tokens of the sum."""
+    setup = setup_of(spec_of(CONFIG), 2, 48, None, tensor=2)
+    late = replace(setup, late=True)
+    assert (setup.summand_bytes, late.summand_bytes, replace(late, tensor=1).summand_bytes) == (2, 4, 2)
+    found = [dict(_moments(saved.of_tensor_rank(each), saved.of_tensor_rank(each).spec)) for each in (setup, late)]
+    bf16, float16 = (moments["in the backward of the first block"]["temporaries"] for moments in found)
+    assert float16 - bf16 == (2 * 48 + 48) * setup.spec.hidden_size * 2
