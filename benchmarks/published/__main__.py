@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for document in documents:
             render(document, console)
         if given.json:
-            print(encode(documents, indent=2))
+            print(encode({"measured": documents}, indent=2))
         check_octavo(documents)
 
     try:

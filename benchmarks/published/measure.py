@@ -58,8 +58,9 @@ class Steps:
 def steps_of(row: Row) -> Steps:
     """As many as the suite has, or as `LIMIT_MINUTES` allow, at least two and one; between two turns is an untimed one."""
     suite, case = SUITES[row.suite], row.shape
-    text = isinstance(case, Case)
-    speed = OF_EXPERTS if text and case.spec.experts else RECOMPUTED if text and case.recompute else TFLOPS
+    speed = TFLOPS
+    if isinstance(case, Case):
+        speed = OF_EXPERTS if case.spec.experts else RECOMPUTED if case.recompute else TFLOPS
     step = case.flops().total * case.units / (speed * 1e12)
     most = (LIMIT_MINUTES * 60 / len(row.entries) - START_SECONDS) / step
     warmup = suite.warmup if most >= suite.warmup + 1 + suite.steps else 1
@@ -161,8 +162,8 @@ def measure(
     rows, most = [here[row.name] for row in chosen(cases)], gpus or count
     _check_ranks(rows, most, [name for name, row in here.items() if row.gpus <= most])
     left = [row for row in rows if not _is_there(row, folder, say)]
-    for package in {row.shape.package for row in left} - {None}:
-        if importlib.util.find_spec(package) is None:
+    for package in {row.shape.package for row in left}:
+        if package is not None and importlib.util.find_spec(package) is None:
             names = ", ".join(row.name for row in left if row.shape.package == package)
             raise InputError(
                 f"{names}: {package} is not installed. Install it by {INSTALL[package]}, or leave them out of --cases."
