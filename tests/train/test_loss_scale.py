@@ -365,6 +365,14 @@ def test_a_model_with_its_own_code_trains_in_float16(tiny_run, tmp_path):
         (["train.loss_scale=0.0"], r"train.loss_scale = 0: a loss scale must be above 0 and at most 2\*\*60"),
         (["train.loss_scale=-8.0"], r"train.loss_scale = -8: .*such as 1024"),
         (["train.loss_scale=1e30"], r"train.loss_scale = 1e\+30: "),
+        *(
+            (
+                ["fp8.enabled=true", f"fp8.recipe={recipe}"],
+                rf"float16\" with {recipe} scaling \(layers\.0\..* fp8.recipe = \"delayed",
+            )
+            for recipe in ("current", "rowwise", "block")
+        ),
+        (["fp8.enabled=true", "fp8.layers={'layers.1.*' = 'block'}"], r"float16\" with block scaling \(layers\.1\."),
     ],
 )
 def test_what_float16_cannot_do_is_refused_before_any_work(tiny_run, overrides, message):

@@ -29,7 +29,7 @@ from octavo.data.loader import sequences_of
 from octavo.data.prepared import PreparedData, prepared_or_none, with_packing
 from octavo.dtypes import torch_dtype
 from octavo.errors import InputError, warn
-from octavo.fp8.recipe import RECIPES, CurrentScaling, DelayedScaling, Format, Recipe
+from octavo.fp8.recipe import RECIPES, CurrentScaling, DelayedScaling, Format, Operand, Recipe
 from octavo.fp8.scaling import states_of
 from octavo.groups import factors_of
 from octavo.hardware import Device, Gpu, describe_device, supports_fp8, whole_gib
@@ -307,6 +307,8 @@ def check(
         if config.fp8.enabled is True:
             raise InputError(f"fp8.enabled = true, but {why}. Set fp8.enabled = false, or change the keys named.")
         use, note = False, f"no FP8: {why}"
+    if use:
+        _check_overflows(config, layers)
     if config.lora.options is not None and config.lora.base == "fp8":
         _store_base(config, model, recipe, use=use)
     if notes:
@@ -562,6 +564,32 @@ def _check_dispatch(config: RunConfig, model: torch.nn.Module, recipe: Recipe) -
         raise InputError(
             "parallel.expert_dispatch_fp8 = true has no effect: fp8.skip and fp8.layers leave the first products of all "
             "experts in high precision. Set parallel.expert_dispatch_fp8 = false, or change the patterns."
+        )
+
+
+def _check_overflows(config: RunConfig, layers: Mapping[str, Fp8Layer]) -> None:
+    """Refuse casts that would hide overflows of float16 gradients from the loss scale.
+
+    A cast to FP8 saturates an infinity. Delayed scaling records it in its history, which the step reads.
+    """
+    if config.model.dtype != "float16":
+        return
+    remedy = 'Set model.dtype = "bfloat16", or fp8.enabled = false'
+    hidden = {
+        layer.recipe.name: name
+        for name, layer in reversed(layers.items())
+        if layer.recipe is not None and not layer.recipe.casts[Operand.GRAD_OUTPUT].delayed
+    }
+    if hidden:
+        recipe, name = hidden.popitem()
+        raise InputError(
+            f'model.dtype = "float16" with {recipe} scaling ({name}): an overflow of a gradient is saturated by its cast to '
+            f'FP8, and the step would not be skipped. {remedy}, or fp8.recipe = "delayed".'
+        )
+    if config.parallel.expert_dispatch_fp8:
+        raise InputError(
+            'model.dtype = "float16" with parallel.expert_dispatch_fp8 = true: an overflow of a gradient is saturated by its '
+            f"cast to FP8, and the step would not be skipped. {remedy}, or parallel.expert_dispatch_fp8 = false."
         )
 
 
