@@ -575,17 +575,12 @@ def _check_overflows(config: RunConfig, layers: Mapping[str, Fp8Layer]) -> None:
     if config.model.dtype != "float16":
         return
     remedy = 'Set model.dtype = "bfloat16", or fp8.enabled = false'
-    hidden = {
-        layer.recipe.name: name
-        for name, layer in reversed(layers.items())
-        if layer.recipe is not None and not layer.recipe.casts[Operand.GRAD_OUTPUT].delayed
-    }
-    if hidden:
-        recipe, name = hidden.popitem()
-        raise InputError(
-            f'model.dtype = "float16" with {recipe} scaling ({name}): an overflow of a gradient is saturated by its cast to '
-            f'FP8, and the step would not be skipped. {remedy}, or fp8.recipe = "delayed".'
-        )
+    for name, layer in layers.items():
+        if layer.recipe is not None and not layer.recipe.casts[Operand.GRAD_OUTPUT].delayed:
+            raise InputError(
+                f'model.dtype = "float16" with {layer.recipe.name} scaling ({name}): an overflow of a gradient is saturated by '
+                f'its cast to FP8, and the step would not be skipped. {remedy}, or fp8.recipe = "delayed".'
+            )
     if config.parallel.expert_dispatch_fp8:
         raise InputError(
             'model.dtype = "float16" with parallel.expert_dispatch_fp8 = true: an overflow of a gradient is saturated by its '
