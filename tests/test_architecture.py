@@ -181,7 +181,7 @@ def may_import(component: str) -> str:
     nearest = next(level for level in reversed(LAYERS[: LINE_OF[component]]) if not refused.issuperset(level))
     others = sorted(name for name in refused if LINE_OF[name] < LINE_OF[nearest[0]])
     but = f", but not {', '.join(others)}" if others else ""
-    return f"May import {', '.join(nearest)} and the levels above{but}."
+    return f"May import {', '.join(nearest)} and lower levels{but}."
 
 
 def modules_imported(source: str, modules: set[str]) -> set[str]:

@@ -7,9 +7,10 @@
 4. shard        over the ranks, block by block
 5. materialise  storage for this rank's shards
 6. load         from the model itself, from a folder of weights, from rank 0, or by initialisation
-7. gather       all-gather weights in FP8; on one rank, cache columnwise FP8 weights for backward if they fit
+7. gather       all-gather weights in FP8, and large matrices in place; on one rank, cache columnwise FP8 weights for backward
+                if they fit
 
-Both call `build_model`. Only `transform` reads the global `octavo.state`; everything below takes arguments.
+`octavo.transform` and runs both call `build_model`. Only `transform` reads the global `octavo.state`; everything below takes arguments.
 """
 
 from __future__ import annotations

@@ -43,14 +43,19 @@ def losses(output):
     return [record["loss"] for record in records(output)]
 
 
+def of_one_rank(tiny_run, given):
+    """The records of six steps on one rank."""
+    one = tiny_run("one", steps=6, every=3)
+    ranks.run(1, run, one.file, given)
+    return records(one.output)
+
+
 @pytest.mark.long(lambda packing: packing == "join")
 @pytest.mark.parametrize("packing", ["join", "documents"])
 def test_tensor_parallel_ranks_train_as_one_does(tiny_run, packing):
     """Sequences of 31 tokens, which two ranks do not divide."""
     given = [*EXACT, f"data.packing={packing}", "data.sequence_length=31", "train.validate_every=3", "train.micro_batch=1"]
-    one = tiny_run("one", steps=6, every=3)
-    ranks.run(1, run, one.file, given)
-    wanted = records(one.output)
+    wanted = of_one_rank(tiny_run, given)
     for count, more in ((2, ["train.recompute=mlp"]), (4, []), (4, ["parallel.context_parallel_degree=2"])):
         several = tiny_run(f"{count}-{len(more)}", steps=6, every=3)
         said = ranks.run(count, run, several.file, [*given, degree(2), *more])
@@ -335,12 +340,11 @@ def test_an_overflow_of_one_tensor_rank_is_skipped_by_all(tiny_run, count, more,
 @pytest.mark.parametrize("scale", ['"dynamic"', "4096.0"])
 def test_tensor_ranks_train_in_float16_as_one_does(tiny_run, scale):
     given = [*HALF, f"train.loss_scale={scale}", "data.sequence_length=31", "train.validate_every=3", "train.micro_batch=1"]
-    one = tiny_run("one", steps=6, every=3)
-    ranks.run(1, run, one.file, given)
+    wanted = of_one_rank(tiny_run, given)
     for count, more in ((2, ["train.recompute=true"]), (4, []), (4, ["parallel.context_parallel_degree=2"])):
         several = tiny_run(f"{count}-{len(more)}", steps=6, every=3)
         assert len(set(ranks.run(count, run, several.file, [*given, degree(2), *more]))) == 1
-        for a, b in zip(records(several.output), records(one.output), strict=True):
+        for a, b in zip(records(several.output), wanted, strict=True):
             assert (a["loss_scale"], a["skipped"]) == (b["loss_scale"], b["skipped"])
             assert a["loss"] == pytest.approx(b["loss"], rel=2e-4)
             assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=5e-3)

@@ -1,4 +1,4 @@
 """`octavo bench`: does FP8 pay on this GPU (`layers`), and how fast is each kernel (`kernels`).
 
-May import train and the levels above.
+May import train and lower levels.
 """

@@ -1,1 +1,1 @@
-"""Checkpoints: save, verify, resume, on any number of ranks. May import data and the levels above."""
+"""Checkpoints: save, verify, resume, on any number of ranks. May import data and lower levels."""

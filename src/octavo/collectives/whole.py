@@ -1,4 +1,4 @@
-"""Gathers a tensor that is sharded by FSDP2 or held in blocks, so that every rank has the whole."""
+"""Gathers a tensor that is sharded by FSDP2 or held in blocks: every rank gets the whole, for exports and optimizers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The import finder: maps module names of the replaced libraries to Octavo's modules, in a process and those that it spawns.
 
 A shim is a table: module of the library → Octavo's modules and the names imported from each. Such a module has a spec but no
-code, and its names keep the `__module__` of their definition. Nothing is written into installed packages. Loads no torch.
+code of its own, and its names keep their `__module__`. Nothing is written into installed packages. Loads no torch.
 """
 
 from __future__ import annotations

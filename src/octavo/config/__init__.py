@@ -1,6 +1,6 @@
 """Keys of a run file, their types, defaults and checks: one file per section; `octavo.config.run` composes them.
 
-May import hardware, storage, libraries, job_ranks, supervision and the levels above. These files read only the run file and do
+May import hardware, storage, libraries, job_ranks, supervision and lower levels. These files read only the run file and do
 not import torch, so that a mistake is reported in milliseconds, before data or a GPU is touched.
 """
 

@@ -1,4 +1,4 @@
 """Text to batches: sources, tokenizer, token files, packing, and the order of samples.
 
-May import build and the levels above.
+May import build and lower levels.
 """

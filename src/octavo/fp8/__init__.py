@@ -1,6 +1,6 @@
 """FP8 for training: formats, recipes, scaling state, and the context in which products run in 8 bits.
 
-May import collectives and the levels above, but not config.
+May import collectives and lower levels, but not config.
 """
 
 from octavo.fp8.autocast import fp8_autocast

@@ -1,7 +1,7 @@
 """Jobs of this machine: each has a folder, a supervisor that watches its ranks, and a state that other processes read.
 
 SageMaker's names that start jobs are imported lazily from `octavo.compat.sagemaker`. May import
-config and the levels above, but not _version, dtypes, hub. Nothing imports torch.
+config and lower levels, but not _version, dtypes, hub. Nothing imports torch.
 """
 
 from __future__ import annotations

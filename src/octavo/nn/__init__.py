@@ -1,6 +1,6 @@
 """Layers with Transformer Engine's names, in FP8 under `octavo.fp8_autocast`; on a CPU too.
 
-May import fp8 and the levels above, but not config.
+May import fp8 and lower levels, but not config.
 """
 
 from octavo.nn.attention import DotProductAttention, MultiheadAttention

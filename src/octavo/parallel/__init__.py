@@ -1,4 +1,4 @@
 """Distribution of a model over ranks and memory, and its CUDA graph; never imports models.
 
-May import nn and the levels above.
+May import nn and lower levels.
 """

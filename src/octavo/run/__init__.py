@@ -1,4 +1,4 @@
 """A run's folder: lock, metrics, trackers, progress, summary, resume, comparison, export.
 
-May import checkpoint, watchdog and the levels above.
+May import checkpoint, watchdog and lower levels.
 """

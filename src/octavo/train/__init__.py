@@ -1,1 +1,1 @@
-"""Training: loop, step, optimizer, evaluation. May import plan and the levels above."""
+"""Training: loop, step, optimizer, evaluation. May import plan and lower levels."""

@@ -7,5 +7,5 @@
     pool.py           ranks for many comparisons, started once
     compare.py        differences between two results
 
-May import train and the levels above.
+May import train and lower levels.
 """

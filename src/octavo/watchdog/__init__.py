@@ -1,4 +1,4 @@
 """The watchdog of a job: heartbeats, the diagnosis of a failure, the end of every rank.
 
-May import data and the levels above.
+May import data and lower levels.
 """

@@ -1,4 +1,4 @@
-"""Notes on parts of a script that reading cannot check, and that a run may refuse.
+"""Warnings about code of a script that static analysis cannot check, and that a run may refuse.
 
 These are attributes of a layer's submodules, writes to them, calls of objects that may be layers, and dtypes that no layer
 supports. Omitted: dtypes of tensors from files.

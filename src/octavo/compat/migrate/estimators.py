@@ -1,4 +1,4 @@
-"""Checks calls of an estimator in a script: their ranks on this machine, and arguments without effect, refused or unchecked.
+"""Checks a script's calls of SageMaker's estimators: ranks on this machine, and arguments ignored, refused or unchecked.
 
 Values known without a run go through the checks of `octavo.launch`. Omitted: whether a remote address can be reached.
 """

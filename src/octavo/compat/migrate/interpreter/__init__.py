@@ -1,1 +1,4 @@
-"""Interprets a script without running it. Public face: `octavo.compat.migrate.values`."""
+"""Interprets a script without running it, for the values that `octavo migrate` checks.
+
+Public: `octavo.compat.migrate.values`.
+"""

@@ -1,4 +1,4 @@
-"""The interpreter's calls: of libraries, built-ins, estimators, methods, and the script's functions."""
+"""What a call in a script gives, found without running it: of libraries, built-ins, estimators, methods, its own functions."""
 
 from __future__ import annotations
 
