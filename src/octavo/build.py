@@ -10,7 +10,8 @@
 7. gather       all-gather weights in FP8, and large matrices in place; on one rank, cache columnwise FP8 weights for backward
                 if they fit
 
-`octavo.transform` and runs both call `build_model`. Only `transform` reads the global `octavo.state`; everything below takes arguments.
+`octavo.transform` and runs both call `build_model`. Only `transform` reads the global `octavo.state`; everything below takes
+arguments.
 """
 
 from __future__ import annotations
