@@ -1,11 +1,12 @@
 """GroupedLinear on a GPU: every recipe beside the CPU's, where one launch takes all experts and where it does not."""
 
+import copy
+
 import pytest
 import torch
 
 import octavo
 from octavo.kernels import gemm
-from octavo.kernels.experts.gemm import grouped_mm_of_each
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -100,21 +101,22 @@ def test_an_expanded_gradient_is_taken():
     assert grouped.weight0.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("rows", [[128, 256], [3, 0, 20, 1], [17, 1000, 5]], ids=str)
-@pytest.mark.parametrize("precise", [False, True])
-def test_one_launch_equals_the_loop(rows, precise, monkeypatch):
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("splits", [[128, 256, 0], [3, 0, 20], [17, 1000, 5]], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_one_launch_equals_the_loop(recipe, splits, dtype, monkeypatch):
     if not gemm.has_grouped_products(torch.device("cuda")):
         pytest.skip("no grouped products here")
-    draw = torch.Generator("cuda").manual_seed(1)
-
-    def quantized(count):
-        x = torch.randn(count, 512, generator=draw, device="cuda")
-        scale = 448 / x.abs().amax(1, keepdim=True) if count else x.new_ones(0, 1)
-        return (x * scale).clamp(-448, 448).to(torch.float8_e4m3fn), 1 / scale
-
-    a, b = [quantized(count) for count in rows], [quantized(256) for _ in rows]
-    biases = [torch.randn(256, generator=draw, device="cuda") for _ in rows]
-    how = {"out_dtype": torch.bfloat16, "precise": precise, "biases": biases}
-    found = grouped_mm_of_each(a, b, **how)
+    torch.manual_seed(5)
+    layer = octavo.nn.GroupedLinear(3, 512, 256, params_dtype=dtype)
+    twin = copy.deepcopy(layer)
+    found = run(layer, "cuda", splits, RECIPES[recipe](), torch.bfloat16)
     monkeypatch.setattr(gemm, "has_grouped_products", lambda device: False)
-    near(found, grouped_mm_of_each(a, b, **how), 0.005, "out")
+    for name, tensor in run(twin, "cuda", splits, RECIPES[recipe](), torch.bfloat16).items():
+        near(found[name], tensor, 0.005, name)
+    if recipe != "none":
+        for name, entries in octavo.fp8.inspect(twin).items():
+            for operand, entry in entries.items():
+                for key in ("scale", "amax_history"):
+                    mine = octavo.fp8.inspect(layer)[name][operand][key]
+                    assert entry[key] is None or torch.equal(mine, entry[key]), f"{name} {operand} {key}"

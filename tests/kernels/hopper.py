@@ -264,6 +264,8 @@ def experts():
     for dtype in (BF16, FP32):
         expert_cast.launch(matrix(count, ffn, hidden, dtype=dtype), quantizer(experts=count, **BOTH))
         expert_cast.launch(matrix(count, ffn, hidden, dtype=dtype), quantizer(experts=count, **ROWS))
+        expert_cast.launch([matrix(ffn, hidden, dtype=dtype)] * count, quantizer(experts=count, **BOTH))
+        expert_cast.launch([matrix(ffn, hidden, dtype=dtype)] * count, quantizer(experts=count, **ROWS))
     cast_scaled.launch_rows(x, E4M3, 448.0, rowwise=True, columnwise=True, experts=routes.experts, count=count)
     of_row = {
         "tensor": matrix(count, dtype=FP32),
@@ -287,7 +289,8 @@ def experts():
                     (matrix(rows, hidden, dtype=E4M3), of_row[kind]),
                     (matrix(count, ffn, hidden, dtype=E4M3), of_matrix[kind]),
                 )
-                gemm.launch_rows(a, b, routes.experts, routes.ends, dtype, kind, precise=precise)
+                gemm.launch_rows(a, b, routes, dtype, kind, precise=precise)
+                gemm.launch_rows(a, b, routes, dtype, kind, precise=precise, bias=matrix(count, ffn))
                 a, b = (matrix(ffn, rows, dtype=E5M2), dy_scale), (matrix(hidden, rows, dtype=E4M3), x_scale)
                 gemm.launch_weights(a, b, routes, dtype, kind, precise=precise)
 

@@ -13,6 +13,7 @@ from octavo.kernels.experts import routes as routing
 from octavo.kernels.experts.routes import TILE, make_routes
 from octavo.kernels.quantize.quantized import Quantizer
 from octavo.nn import experts as stacked
+from octavo.nn import grouped as separate
 from octavo.nn.moe import Experts, LayerNormMoE
 
 pytestmark = [
@@ -125,8 +126,14 @@ def test_stacked_matrices_have_a_scale_each(fmt, shape, columnwise):
     one, other = (Quantizer(fmt.dtype, fmt.max, amax=torch.zeros(shape[0]), **settings) for _ in range(2))
     wanted, found = cast.cast_stacked(weight, one), cast.launch(weight, other)
     assert torch.equal(one.amax, other.amax)
-    for a, b in zip(wanted, found, strict=True):
-        assert (a is None and b is None) or torch.equal(a.contiguous().view(torch.uint8), b.view(torch.uint8))
+    amaxes = torch.zeros(shape[0])
+    separate = [matrix.clone() for matrix in weight]
+    unaligned = [torch.empty(matrix.numel() + 1)[1:].view(shape[1:]).copy_(matrix) for matrix in weight]
+    of_separate = [cast.launch(matrices, other._replace(amax=amaxes)) for matrices in (separate, unaligned)]
+    assert torch.equal(amaxes, other.amax)
+    for a, *others in zip(wanted, found, *of_separate, strict=True):
+        for b in others:
+            assert (a is None and b is None) or torch.equal(a.contiguous().view(torch.uint8), b.view(torch.uint8))
 
 
 @pytest.mark.parametrize("kind", CHOSEN)
@@ -178,9 +185,11 @@ def test_products_of_groups(kind, precise):
     operands = [permute.permute(x, routes, quantizer(E5M2, columnwise=True)) for routes in (exact, tiles)]
     w = cast.cast_stacked(weight, quantizer(E4M3))
     wanted = gemm.grouped_mm(operands[0].rowwise, w.rowwise, exact, torch.float32)
-    found = gemm.launch_rows(
-        operands[1].rowwise, w.rowwise, tiles.experts, tiles.ends, torch.float32, "tensor", precise=precise
-    )
+    found = gemm.launch_rows(operands[1].rowwise, w.rowwise, tiles, torch.float32, "tensor", precise=precise)
+    torch.testing.assert_close(of_tokens(found, tiles), of_tokens(wanted, exact), rtol=1e-4, atol=1e-3)
+    bias = torch.randn(EXPERTS, 48)
+    wanted = gemm.grouped_mm(operands[0].rowwise, w.rowwise, exact, torch.float32, bias=bias)
+    found = gemm.grouped_mm(operands[1].rowwise, w.rowwise, tiles, torch.float32, precise=precise, bias=bias)
     torch.testing.assert_close(of_tokens(found, tiles), of_tokens(wanted, exact), rtol=1e-4, atol=1e-3)
     dw = gemm.grouped_weight_mm(operands[0].columnwise, operands[0].columnwise, exact, torch.float32)
     same = gemm.launch_weights(operands[1].columnwise, operands[1].columnwise, tiles, torch.float32, "tensor", precise=precise)
@@ -240,6 +249,38 @@ def test_a_layer_over_tiles_equals_one_product_an_expert(recipe, monkeypatch):
         results.append({"y": y.detach(), "x": x.grad, **{name: p.grad for name, p in layer.named_parameters()}})
     for name, tensor in results[0].items():
         assert (results[1][name].float() - tensor.float()).norm() <= 1e-2 * tensor.float().norm(), name
+
+
+@pytest.mark.one_of(3)
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("splits", [[128, 256, 0], [3, 0, 20], [130, 1, 0]], ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_separate_matrices_over_tiles_equal_one_product_an_expert(recipe, splits, bias, dtype, monkeypatch):
+    torch.manual_seed(0)
+    layer = octavo.nn.GroupedLinear(3, 32, 48, bias=bias, params_dtype=dtype)
+    layers = layer, copy.deepcopy(layer)
+    results, rows = [], sum(splits)
+    for layer, tile in zip(layers, (1, TILE), strict=True):
+        monkeypatch.setattr(separate, "routes_of_splits", lambda *rest, tile=tile: routing.routes_of_splits(*rest, tile))
+        for step in range(2):
+            layer.zero_grad()
+            draw = torch.Generator().manual_seed(step)
+            x = (torch.randn(rows, 32, generator=draw) * 2**step).to(dtype).requires_grad_()
+            with octavo.fp8_autocast(enabled=True, fp8_recipe=RECIPES[recipe]):
+                y = layer(x, splits)
+            y.backward(torch.randn(rows, 48, generator=draw).to(dtype))
+        results.append({"y": y.detach(), "x": x.grad, **{name: p.grad for name, p in layer.named_parameters()}})
+    for name, tensor in results[0].items():
+        assert results[1][name].dtype == tensor.dtype
+        assert (results[1][name].float() - tensor.float()).norm() <= 4e-3 * tensor.float().norm(), name
+    one, other = map(octavo.fp8.inspect, layers)
+    for name, entries in one.items():
+        for operand, entry in entries.items():
+            for key in ("scale", "amax_history"):
+                mine, its = other[name][operand][key], entry[key]
+                assert (mine is None) == (its is None)
+                assert its is None or torch.equal(mine, its), f"{name} {operand} {key}"
 
 
 @pytest.mark.parametrize("other_paths", [True, False])

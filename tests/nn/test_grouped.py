@@ -9,9 +9,10 @@ import torch
 import octavo
 from octavo.errors import InputError
 from octavo.fp8.scaling import load_state_records, state_records
-from octavo.kernels import gemm, reference
-from octavo.kernels.experts import gemm as experts_gemm
+from octavo.kernels import gemm
+from octavo.kernels.experts.routes import TILE, make_routes, routes_of_splits
 from octavo.models.description import describe
+from octavo.nn import grouped as in_nn
 
 RECIPES = {
     "none": lambda: None,
@@ -111,6 +112,25 @@ def test_micro_batches_keep_the_fp8_weight_of_the_first(recipe):
             x = plain.fresh(14, 32, seed=10 * step + micro)
             y, dx = run(grouped, x, [5, 0, 9], recipe, micro, is_first_microbatch=micro == 0)
             want_y, want_dx = run(apart(layers), x, [5, 0, 9], recipe, micro, first=micro == 0)
+            assert torch.equal(y, want_y)
+            assert torch.equal(dx, want_dx)
+            with torch.no_grad():
+                for parameter in (*grouped.parameters(), *(p for layer in layers for p in layer.parameters())):
+                    parameter.mul_(1.5)
+        assert_alike(grouped, layers)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise", "block"])
+def test_micro_batches_of_any_sizes_share_the_weight(recipe, monkeypatch):
+    """A micro-batch without rows, or with large products, runs one expert after the other."""
+    grouped, layers = make(3, 32, 16)
+    recipe, large = RECIPES[recipe](), in_nn._LARGE
+    for step in range(2):
+        for micro, (splits, limit) in enumerate([([5, 0, 9], large), ([0, 0, 0], large), ([4, 4, 1], 0), ([1, 2, 3], large)]):
+            monkeypatch.setattr(in_nn, "_LARGE", limit)
+            x = plain.fresh(sum(splits), 32, seed=10 * step + micro)
+            y, dx = run(grouped, x, splits, recipe, micro, is_first_microbatch=micro == 0)
+            want_y, want_dx = run(apart(layers), x, splits, recipe, micro, first=micro == 0)
             assert torch.equal(y, want_y)
             assert torch.equal(dx, want_dx)
             with torch.no_grad():
@@ -233,31 +253,18 @@ def test_initial_weights_are_those_of_linear():
     assert filled.bias1.unique().item() == 0
 
 
-@pytest.mark.parametrize("sizes", [[128, 256], [3, 0, 20], [130, 0, 0, 1]], ids=str)
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_one_launch_of_all_groups_has_the_products_of_the_loop(monkeypatch, sizes, bias, dtype):
-    a = [_rows(plain.fresh(rows, 32, seed=rows)) for rows in sizes]
-    b = [_rows(plain.fresh(48, 32, seed=90 + i)) for i in range(len(sizes))]
-    biases = [plain.fresh(48, seed=i) if bias else None for i in range(len(sizes))]
-    how = {"out_dtype": dtype, "precise": True, "biases": biases}
-    want = experts_gemm.grouped_mm_of_each(a, b, **how)
-    exact = [reference.dequantize(*x).double() @ reference.dequantize(*w).double().t() for x, w in zip(a, b, strict=True)]
-    exact = torch.cat([x if one is None else x + one for x, one in zip(exact, biases, strict=True)])
-    monkeypatch.setattr(gemm, "has_grouped_products", lambda device: True)
-    monkeypatch.setattr(gemm, "scaled_mm_of_each", None)
-    found = experts_gemm.grouped_mm_of_each(a, b, **how)
-    assert found.shape == want.shape == (sum(sizes), 48)
-    assert found.dtype == want.dtype == dtype
-    near = {"rtol": 2**-6, "atol": 2**-4} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
-    for one in (found, want):
-        torch.testing.assert_close(one.double(), exact, **near)
-
-
-def _rows(x):
-    """E4M3 with a scale a row."""
-    scale = 448 / x.abs().amax(1, keepdim=True) if len(x) else x.new_ones(0, 1)
-    return (x * scale).clamp(-448, 448).to(torch.float8_e4m3fn), 1 / scale
+@pytest.mark.parametrize("splits", [[3, 0, 20], [128, 0, 256], [0, 1, 0, 0]], ids=str)
+@pytest.mark.parametrize("tile", [1, TILE])
+def test_routes_of_splits_are_those_of_sorted_tokens(splits, tile):
+    chosen = torch.arange(len(splits)).repeat_interleave(torch.tensor(splits))[:, None]
+    found, wanted = routes_of_splits(splits, chosen.device, tile), make_routes(chosen, len(splits), tile)
+    size = len(found.tokens)
+    assert size == sum(-(-count // tile) * tile for count in splits)
+    assert torch.equal(found.tokens, wanted.tokens[:size])
+    assert torch.equal(found.experts, wanted.experts[: size // tile])
+    for name in ("rows", "ends"):
+        assert torch.equal(getattr(found, name), getattr(wanted, name))
+    assert (found.tile, found.splits) == (wanted.tile, wanted.splits)
 
 
 def test_bfloat16_in_one_launch_has_the_gradients_of_the_loop(monkeypatch):

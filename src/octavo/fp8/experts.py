@@ -1,23 +1,31 @@
-"""The products of stacked experts' matrices, and the casts of their operands; each expert is cast like a separate layer.
+"""The products of experts' matrices, and the casts of their operands; each expert is cast like a separate layer.
 
-`octavo.fp8.quantizer` decides as for a linear layer; scales and amaxes are vectors here, with an entry per expert.
+`octavo.fp8.quantizer` decides as for a linear layer; scales and amaxes are vectors here, with an entry per expert. The matrices
+of an MoE layer are one stacked parameter with one FP8 state (`ExpertsGemms`). Those of Transformer Engine's `GroupedLinear` are
+separate parameters with separate states, by which checkpoints name them (`GroupedGemms`); casts and products are the same
+launches.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from octavo.fp8.linear import LinearGemms
+from octavo.fp8.linear import SAVED, LinearGemms, operands
+from octavo.fp8.quantizer import DenseOperand, Producer, has_one_scale
 from octavo.fp8.recipe import Cast, Granularity, Operand, Recipe
 from octavo.fp8.scaling import ModuleState
-from octavo.kernels.experts.cast import Scales, cast_rows_scaled, cast_stacked, cast_stacked_scaled
+from octavo.kernels.experts.cast import Matrices, Scales, cast_rows_scaled, cast_stacked, cast_stacked_scaled
 from octavo.kernels.experts.gemm import Operand as GemmOperand
 from octavo.kernels.experts.gemm import grouped_mm, grouped_weight_mm
-from octavo.kernels.experts.permute import permute
-from octavo.kernels.experts.routes import Routes
-from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer
+from octavo.kernels.experts.permute import add_copies, permute
+from octavo.kernels.experts.routes import TILE, Routes
+from octavo.kernels.quantize.quantized import NOTHING, QuantizedTensor, Quantizer
+from octavo.kernels.tiles import cdiv
 
 _SCALES: dict[Granularity, Scales] = {
     Granularity.ROW: "row",
@@ -27,15 +35,16 @@ _SCALES: dict[Granularity, Scales] = {
 
 
 class StackedOperand:
-    """Matrices [E, N, K] as a `Producer`, with one scale each."""
+    """Matrices [N, K] of experts as a `Producer`, with one scale each."""
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Matrices) -> None:
         self.weight = weight
 
     def __call__(self, quantizer: Quantizer) -> QuantizedTensor:
         """Cast them, or only record their amaxes."""
         if quantizer.scale is None and quantizer.amax is None:
-            return QuantizedTensor(self.weight.to(quantizer.dtype))
+            weight = self.weight if isinstance(self.weight, Tensor) else torch.stack(tuple(self.weight))
+            return QuantizedTensor(weight.to(quantizer.dtype))
         return cast_stacked(self.weight, quantizer)
 
 
@@ -75,10 +84,10 @@ class ExpertsGemms(LinearGemms):
     def output(
         self, x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None = None, *, out: Tensor | None = None
     ) -> Tensor:
-        """y [R, N] in `out_dtype`, without a bias."""
+        """y [R, N] in `out_dtype`. bias: [E, N], only under a recipe."""
         assert self.routes is not None
         assert out is None
-        return grouped_mm(_rowwise(x), _rowwise(w), self.routes, self.output_dtype or self.out_dtype)
+        return grouped_mm(_rowwise(x), _rowwise(w), self.routes, self.output_dtype or self.out_dtype, bias=bias)
 
     def grad_input(self, dy: QuantizedTensor, w: QuantizedTensor, *, out: Tensor | None = None) -> Tensor:
         """dx [R, K] in `out_dtype`. w: as saved, or restored already."""
@@ -109,13 +118,197 @@ class ExpertsGemms(LinearGemms):
         largest.copy_(whole[self._local])
 
     def _quantize(
-        self, operand: Operand, matrix: Tensor, how: Cast, *, rowwise: bool, columnwise: bool
+        self, operand: Operand, matrix: Matrices, how: Cast, *, rowwise: bool, columnwise: bool
     ) -> tuple[QuantizedTensor, Tensor | None]:
         scales, kind = _SCALES[how.granularity], how.format
         if operand is Operand.WEIGHT:
             return cast_stacked_scaled(matrix, kind.dtype, kind.max, scales, rowwise=rowwise, columnwise=columnwise)
         assert self.routes is not None
+        assert isinstance(matrix, Tensor)
         return cast_rows_scaled(matrix, self.routes, kind.dtype, kind.max, scales, rowwise=rowwise, columnwise=columnwise)
+
+
+class _Sorted(PermutedRows):
+    """The rows x [M, C] of all experts, in the order of these; `parts` are the rows of each."""
+
+    def __init__(self, x: Tensor, routes: Routes, splits: Sequence[int]) -> None:
+        super().__init__(x, routes)
+        self.parts = x.split(list(splits))
+
+    @property
+    def values(self) -> Tensor:
+        """The rows in high precision, each expert's from a multiple of `Routes.tile`."""
+        moved = len(self.x) != len(self.routes.tokens)
+        return permute(self.x, self.routes, Quantizer(self.x.dtype)).high_precision if moved else self.x
+
+
+class _Separate(StackedOperand):
+    """Separate matrices [N, K]: their own `parts` and `values`."""
+
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        super().__init__(weights)
+        self.parts = self.values = weights
+
+
+class _Noted(DenseOperand):
+    """The operand of one expert, which only notes its `Quantizer`: one launch casts those of all experts."""
+
+    quantizer: Quantizer | None = None
+
+    def __call__(self, quantizer: Quantizer) -> QuantizedTensor:
+        """Note how the operand is to be cast."""
+        self.quantizer = quantizer
+        return NOTHING
+
+
+class GroupedGemms(ExpertsGemms):
+    """`ExpertsGemms` of separate matrices [N, K], each with a `ModuleState`, under one recipe.
+
+    routes: those of `splits`, the rows of each expert, which the host knows (`routes_of_splits`). Rows are in their order.
+    """
+
+    recipe: Recipe
+    routes: Routes
+
+    def __init__(
+        self,
+        states: Sequence[ModuleState],
+        weights: Sequence[Tensor],
+        splits: Sequence[int],
+        routes: Routes,
+        recipe: Recipe,
+        out_dtype: torch.dtype,
+        first: bool | None,
+    ) -> None:
+        super().__init__(states[0], weights[0], routes, recipe, out_dtype, first)
+        self._splits = splits
+        self._each = [LinearGemms(state, one, recipe, out_dtype, first) for state, one in zip(states, weights, strict=True)]
+
+    def inputs(self, x: Tensor) -> QuantizedTensor:
+        """The input x [M, K] of all experts, as `LinearQuantizer.input`."""
+        return self.input(_Sorted(x, self.routes, self._splits))
+
+    def weights(self, weights: Sequence[Tensor]) -> QuantizedTensor:
+        """As `LinearQuantizer.weight`. Micro-batches share all of these matrices or none."""
+        states = [each.state for each in self._each]
+        cached = [state.weight_cache for state in states if state.weight_cache is not None]
+        if self.first is False and len(cached) == len(states) and (stacked := _stacked(cached)) is not None:
+            return stacked
+        once = self.first is None and has_one_scale(self.recipe)
+        if once:
+            pairs = zip(self._each, weights, strict=True)
+            columnwise = self.grads and self.wants_x and all(each.may_cache(weight) for each, weight in pairs)
+        else:
+            columnwise = self.grads or self.first is not None
+        recast = once and self.grads and not columnwise
+        w, self._weight_scale = self._cast(
+            Operand.WEIGHT, _Separate(weights), rowwise=True, columnwise=columnwise, save_scale=recast
+        )
+        if self.first is not None or self._discards_cached:
+            of_each = zip(*([x] * len(states) if x is None else x.unbind() for x in w), strict=True)
+            for state, parts in zip(states, of_each, strict=True):
+                state.weight_cache = None if self.first is None else QuantizedTensor(*parts)
+        return w
+
+    def outputs(self, x: QuantizedTensor, w: QuantizedTensor, biases: Sequence[Tensor]) -> Tensor:
+        """y [M, N] of all experts; biases: [N] of each, or none."""
+        return self._in_place(self.output(x, w, torch.stack(list(biases)) if biases else None))
+
+    def saved_by_all(self, x: QuantizedTensor, w: QuantizedTensor, weights: Sequence[Tensor]) -> list[Tensor | None]:
+        """Entries of `save_for_backward`: as `LinearQuantizer.saved`, with all matrices if backward casts them again."""
+        recast = self.wants_x and w.columnwise_data is None
+        return [*self.saved(x, w, weights[0]), *(weights[1:] if recast else ())]
+
+    def gradients_of_all(self, dy: Tensor, saved: Sequence[Tensor | None]) -> tuple[Tensor | None, Sequence[Tensor | None]]:
+        """dx [M, K] and dw [N, K] of each expert, None where not wanted. dy: [M, N]. saved: of `saved_by_all`."""
+        x, w = operands(saved)
+        if self.wants_x and w.columnwise_data is None:
+            weights = [w.high_precision, *(weight for weight in saved[SAVED:] if weight is not None)]
+            kind = self.recipe.casts[Operand.WEIGHT].format
+            w = _Separate(weights)(Quantizer(kind.dtype, kind.max, self._weight_scale, rowwise=False, columnwise=True))
+        dx, dw = self.both_gradients(self.grad_output(_Sorted(dy, self.routes, self._splits)), x, w)
+        return None if dx is None else self._in_place(dx), [None] * len(self._each) if dw is None else dw.unbind()
+
+    def _in_place(self, y: Tensor) -> Tensor:
+        """Rows [R, C] without those of zeros between experts: [M, C]."""
+        rows = self.routes.rows
+        return y if len(y) == len(rows) else add_copies(y, rows, self.routes.tile)
+
+    def _cast(
+        self,
+        operand: Operand,
+        producer: Producer,
+        *,
+        rowwise: bool,
+        columnwise: bool,
+        slot_index: Tensor | None = None,
+        save_scale: bool = False,
+    ) -> tuple[QuantizedTensor, Tensor | None]:
+        assert isinstance(producer, _Sorted | _Separate)
+        how = self.recipe.casts[operand]
+        layouts: dict[str, Any] = {"rowwise": rowwise, "columnwise": columnwise}
+        if how.delayed:
+            noted = [_Noted(part) for part in producer.parts]
+            pairs = zip(self._each, noted, strict=True)
+            saved = [each._cast(operand, one, **layouts, save_scale=save_scale)[1] for each, one in pairs]
+            there = [scale for scale in saved if scale is not None]
+            return _cast_together(producer, noted), torch.stack(there) if there else None
+        if how.granularity is Granularity.TENSOR:
+            return super()._cast(operand, producer, **layouts, save_scale=save_scale)
+        if not (rowwise or columnwise):
+            return NOTHING, None
+        out, scale = self._quantize(operand, producer.values, how, **layouts)
+        if scale is not None:
+            of_rows = operand is not Operand.WEIGHT and (rowwise or scale.dim() == 2)
+            self._observe_each(operand, self._parts_of_rows(scale, rowwise) if of_rows else scale.unbind())
+        return out, None
+
+    def _observe(self, operand: Operand, scale: Tensor) -> None:
+        self._observe_each(operand, scale.unbind())
+
+    def _observe_each(self, operand: Operand, scales: Sequence[Tensor]) -> None:
+        for each, scale in zip(self._each, scales, strict=True):
+            each._observe(operand, scale)
+
+    def _parts_of_rows(self, scale: Tensor, rowwise: bool) -> list[Tensor]:
+        """Each expert's part of scales [R, ...] of rows, or [C, pieces] of pieces of columns."""
+        size, dim = (self.routes.tile, 0) if rowwise else (TILE, 1)
+        parts, begin = [], 0
+        for count in self._splits:
+            parts.append(scale.narrow(dim, begin, count if rowwise else cdiv(count, TILE)))
+            begin += cdiv(count, size) * (size if rowwise else 1)
+        return parts
+
+
+def _stacked(parts: Sequence[QuantizedTensor]) -> QuantizedTensor | None:
+    """The stack of which these are the matrices, without a copy; None if they are of several."""
+    stacks: list[Tensor | None] = []
+    for tensors in zip(*parts, strict=True):
+        there = [tensor for tensor in tensors if tensor is not None]
+        if there:
+            first = there[0]
+            begin, size, storage = first.storage_offset(), first.numel(), first.untyped_storage().data_ptr()
+            for i, tensor in enumerate(there):
+                if tensor.untyped_storage().data_ptr() != storage or tensor.storage_offset() != begin + i * size:
+                    return None
+            stacks.append(first.as_strided((len(there), *first.shape), (size, *first.stride()), begin))
+        else:
+            stacks.append(None)
+    return QuantizedTensor(*stacks)
+
+
+def _cast_together(producer: Producer, noted: Sequence[_Noted]) -> QuantizedTensor:
+    """Cast the operands of all experts with the scale that each has noted, and record the amax of each."""
+    quantizers = [one.quantizer for one in noted if one.quantizer is not None]
+    if not quantizers:
+        return NOTHING
+    scales = [one.scale for one in quantizers if one.scale is not None]
+    entries = [one.amax for one in quantizers if one.amax is not None]
+    amaxes = torch.zeros(len(entries), device=scales[0].device) if entries else None
+    out = producer(quantizers[0]._replace(scale=torch.stack(scales), amax=amaxes))
+    if amaxes is not None:
+        torch._foreach_maximum_(entries, list(amaxes.unbind()))
+    return out
 
 
 def _rowwise(x: QuantizedTensor) -> GemmOperand:

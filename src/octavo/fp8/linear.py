@@ -1,4 +1,4 @@
-"""A linear layer's three products, in FP8 or in high precision, for one layer or several experts.
+"""A linear layer's three products, in FP8 or in high precision.
 
     output          y  [M, N] = x  [M, K] · w [N, K]ᵀ      fast accumulation
     input gradient  dx [M, K] = dy [M, N] · w [N, K]       precise, unless the recipe says otherwise
@@ -15,9 +15,7 @@ their layers, which have the kernels that produce the operands:
     backward    dx, dw, db = gemms.gradients(producer_of_dy, ctx.saved_tensors)
                 or, with other kernels between them, `operands`, `grad_output`, `grad_input` and `grad_weight`
 
-Experts come in two forms, whose products are the same launches (`octavo.kernels.experts.gemm`). Those of an MoE layer are one
-stacked parameter and one use, with routes on the device (`octavo.fp8.experts`). Those of Transformer Engine's `GroupedLinear`
-are separate parameters with separate FP8 states, by which checkpoints name them, and splits on the host: `GroupedGemms`.
+`octavo.fp8.experts` has the same for the matrices of several experts.
 """
 
 from __future__ import annotations
@@ -30,7 +28,6 @@ from torch import Tensor
 from octavo.fp8.quantizer import DenseOperand, LinearQuantizer, Producer, has_one_scale
 from octavo.fp8.recipe import Granularity, Operand, Recipe
 from octavo.kernels import gemm
-from octavo.kernels.experts.gemm import grouped_mm_of_each, grouped_mm_of_splits
 from octavo.kernels.quantize.cast import transpose
 from octavo.kernels.quantize.quantized import NOTHING, QuantizedTensor
 
@@ -140,75 +137,3 @@ def saved_input_bytes(
     if not rowwise or has_one_scale(recipe, Operand.INPUT):
         return columnwise
     return [*columnwise, *granularity.layout_bytes(rows, columns)]
-
-
-class GroupedGemms:
-    """The products of several experts, which share only a recipe: each has a separate `LinearGemms`.
-
-    Casts and weight gradients are one an expert; outputs and input gradients of all are one launch whenever those of stacked
-    experts are.
-    """
-
-    def __init__(self, experts: Sequence[LinearGemms], splits: list[int]) -> None:
-        self.experts, self.splits = experts, splits
-        self.recipe, self.out_dtype = experts[0].recipe, experts[0].out_dtype
-
-    def want(self, x: bool, weights: Sequence[bool], biases: Sequence[bool]) -> None:
-        """As `LinearGemms.want`, of each expert."""
-        for expert, weight, bias in zip(self.experts, weights, biases, strict=True):
-            expert.want(x, weight, bias)
-
-    def inputs(self, rows: Tensor) -> list[QuantizedTensor]:
-        """The input of each expert, from the rows [M, K] of all."""
-        parts = zip(self.experts, rows.split(self.splits), strict=True)
-        return [expert.input(DenseOperand(part)) for expert, part in parts]
-
-    def weights(self, weights: Sequence[Tensor]) -> list[QuantizedTensor]:
-        """The weight of each expert."""
-        return [expert.weight(weight) for expert, weight in zip(self.experts, weights, strict=True)]
-
-    def saved(
-        self, x: Sequence[QuantizedTensor], w: Sequence[QuantizedTensor], weights: Sequence[Tensor]
-    ) -> list[Tensor | None]:
-        """Entries of `save_for_backward`: `LinearGemms.saved` of each expert."""
-        of_experts = zip(self.experts, x, w, weights, strict=True)
-        return [tensor for expert, x_q, w_q, weight in of_experts for tensor in expert.saved(x_q, w_q, weight)]
-
-    def output(
-        self, rows: Tensor, x: Sequence[QuantizedTensor], w: Sequence[QuantizedTensor], biases: Sequence[Tensor | None]
-    ) -> Tensor:
-        """y [M, N] of all experts. rows: their inputs [M, K] before the casts, the operand in high precision."""
-        if self.recipe is not None:
-            pairs = [one.rowwise for one in x], [one.rowwise for one in w]
-            return grouped_mm_of_each(*pairs, out_dtype=self.out_dtype, biases=biases)
-        y = grouped_mm_of_splits(rows, self.splits, _stacked(w).transpose(1, 2))
-        for part, bias in zip(y.split(self.splits), biases, strict=True):
-            if bias is not None:
-                part.add_(bias.to(part.dtype))
-        return y
-
-    def gradients(
-        self, rows: Tensor, saved: Sequence[Tensor | None]
-    ) -> tuple[Tensor | None, list[Tensor | None], list[Tensor | None]]:
-        """dx [M, K] of all experts, and dw [N, K] and db [N] of each, None where not wanted. rows: dy [M, N] of all."""
-        rows = rows.contiguous() if self.recipe is None else rows
-        x, w = zip(*(operands(saved, use) for use in range(len(self.experts))), strict=True)
-        parts = rows.split(self.splits)
-        dy = [expert.grad_output(DenseOperand(part)) for expert, part in zip(self.experts, parts, strict=True)]
-        of_experts = [*zip(self.experts, dy, x, parts, strict=True)]
-        dw = [expert.grad_weight(d, x, recurring=False) if expert.wants_weight else None for expert, d, x, _ in of_experts]
-        dx = self._grad_input(rows, dy, w) if self.experts[0].wants_x else None
-        return dx, dw, [part.sum(0, dtype=torch.float32) if expert.wants_bias else None for expert, _, _, part in of_experts]
-
-    def _grad_input(self, rows: Tensor, dy: Sequence[QuantizedTensor], w: Sequence[QuantizedTensor]) -> Tensor:
-        """dx [M, K] of all experts. rows: the gradients [M, N] before the casts. w: as saved."""
-        w = [expert.restored_weight(saved) for expert, saved in zip(self.experts, w, strict=True)]
-        if self.recipe is None:
-            return grouped_mm_of_splits(rows, self.splits, _stacked(w))
-        precise = self.recipe.precise["input_gradient"]
-        pairs = [one.rowwise for one in dy], [one.columnwise for one in w]
-        return grouped_mm_of_each(*pairs, out_dtype=self.out_dtype, precise=precise)
-
-
-def _stacked(weights: Sequence[QuantizedTensor]) -> Tensor:
-    return torch.stack([weight.high_precision for weight in weights])

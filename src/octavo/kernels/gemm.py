@@ -8,7 +8,6 @@ so only the order of the float32 sums differs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -180,16 +179,6 @@ def add_mm_(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
     if low_rank.takes(out, a):
         return low_rank.launch_add(out, a, b)
     return out.addmm_(a, b)
-
-
-def scaled_mm_of_each(
-    a: Sequence[Operand], b: Sequence[Operand], biases: Sequence[Tensor | None], *, out_dtype: torch.dtype, precise: bool
-) -> list[Tensor]:
-    """`scaled_mm`, a [M, K] · b [N, K]ᵀ → [M, N], of each pair, one after the other, of sizes that change from step to step."""
-    return [
-        scaled_mm(*one, *other, out_dtype=out_dtype, precise=precise, bias=bias, recurring=False)
-        for one, other, bias in zip(a, b, biases, strict=True)
-    ]
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Casts of experts' operands: stacked matrices with a scale each, and rows with current scales.
+"""Casts of experts' operands: matrices, stacked or separate, with a scale each, and rows with current scales.
 
 Scales of stacked FP8 operands: [E] per matrix, [E, N, 1] per row, [E, ⌈N/128⌉, ⌈K/128⌉] for blocks. Of rows: [E],
 [R, 1] or [R, ⌈C/128⌉], and columnwise [E], [E, C, 1] or [C, pieces], where each expert's pieces of 128 rows begin at its first.
@@ -6,6 +6,7 @@ Scales of stacked FP8 operands: [E] per matrix, [E, N, 1] per row, [E, ⌈N/128�
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from octavo.kernels import gemm, reference
 from octavo.kernels.experts.permute import inverse
-from octavo.kernels.experts.routes import TILE, Routes
+from octavo.kernels.experts.routes import TILE, Routes, on_device
 from octavo.kernels.quantize import cast as one
 from octavo.kernels.quantize.cast_scaled import Layouts, Scaled, blocks, launch_rows, rows
 from octavo.kernels.quantize.quantized import NOTHING, QuantizedTensor, Quantizer, of_one_scale
@@ -23,6 +24,8 @@ from octavo.kernels.tiles import cdiv
 
 Scales = Literal["row", "block", "square"]
 """A scale for each row, each piece of 128 elements of a row, or each square block of them."""
+Matrices = Tensor | Sequence[Tensor]
+"""One matrix [N, K] per expert: stacked [E, N, K], or separate tensors of one dtype."""
 
 _GROUPS, _GROUP_COLUMNS, _WARPS = 32, 64, 4
 _TILE_ROWS, _TILE_COLUMNS = 64, 128
@@ -30,12 +33,16 @@ _TILE_ROWS, _TILE_COLUMNS = 64, 128
 
 @triton.jit
 def _cast_stacked(
-    x_ptr, scale_ptr, amax_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr, rows, columns,
+    x_ptr, addresses_ptr, scale_ptr, amax_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr, rows, columns,
     PACKED: tl.constexpr, HIGH: tl.constexpr, TILE_C: tl.constexpr,
 ):  # fmt: skip
+    """addresses_ptr: of separate matrices, which begin at multiples of 16 bytes; None: they are stacked at x_ptr."""
     matrix = tl.program_id(1).to(tl.int64)
     size = rows.to(tl.int64) * columns
-    x_ptr += matrix * size
+    if addresses_ptr is not None:
+        x_ptr = tl.multiple_of(tl.load(addresses_ptr + matrix).to(tl.pointer_type(x_ptr.dtype.element_ty)), 16)
+    else:
+        x_ptr += matrix * size
     if rowwise_ptr is not None:
         rowwise_ptr += matrix * size
     if columnwise_ptr is not None:
@@ -57,10 +64,15 @@ def _cast_stacked(
         )  # fmt: skip
 
 
-def launch(weight: Tensor, quantizer: Quantizer) -> QuantizedTensor:
+def launch(weights: Matrices, quantizer: Quantizer) -> QuantizedTensor:
     """Run the kernel; see `cast_stacked`."""
-    weight = weight.contiguous()
-    experts, n, k = weight.shape
+    if isinstance(weights, Tensor):
+        weight, addresses = weights.contiguous(), None
+    else:
+        separate = [matrix.contiguous() for matrix in weights]
+        addresses = _addresses(separate)
+        weight = torch.stack(separate) if addresses is None else separate[0]
+    experts, (n, k) = len(weights), weights[0].shape
     make: dict[str, Any] = {"dtype": quantizer.dtype, "device": weight.device}
     rowwise = torch.empty(experts, n, k, **make) if quantizer.rowwise else None
     columnwise = torch.empty(experts, k, n, **make) if quantizer.columnwise else None
@@ -70,16 +82,17 @@ def launch(weight: Tensor, quantizer: Quantizer) -> QuantizedTensor:
     tiles = cdiv(n, high * (4 if packed else 1)) * cdiv(k, wide)
     scaled = scale_inv if quantizer.scale is not None else None
     _cast_stacked[(tiles, experts)](
-        weight, quantizer.scale, quantizer.amax, rowwise, columnwise, scaled, n, k,
+        weight, addresses, quantizer.scale, quantizer.amax, rowwise, columnwise, scaled, n, k,
         PACKED=packed, HIGH=high, TILE_C=wide, num_warps=_WARPS,
     )  # fmt: skip
     return of_one_scale(rowwise, columnwise, scaled)
 
 
-def cast_stacked(weight: Tensor, quantizer: Quantizer) -> QuantizedTensor:
-    """Matrices [E, N, K] in FP8 with a scale each, rowwise and columnwise [E, K, N]; records their amaxes, float32 [E]."""
-    if gemm.is_native(weight.device):
-        return launch(weight, quantizer)
+def cast_stacked(weights: Matrices, quantizer: Quantizer) -> QuantizedTensor:
+    """Matrices in FP8 with a scale each, rowwise [E, N, K] and columnwise [E, K, N]; records their amaxes, float32 [E]."""
+    if gemm.is_native(weights[0].device):
+        return launch(weights, quantizer)
+    weight = weights if isinstance(weights, Tensor) else torch.stack(tuple(weights))
     if quantizer.amax is not None:
         quantizer.amax.copy_(torch.maximum(quantizer.amax, reference.amax(weight, (1, 2))))
     if not (quantizer.rowwise or quantizer.columnwise):
@@ -92,14 +105,20 @@ def cast_stacked(weight: Tensor, quantizer: Quantizer) -> QuantizedTensor:
 
 
 def cast_stacked_scaled(
-    weight: Tensor, dtype: torch.dtype, fp8_max: float, scales: Scales, *, rowwise: bool, columnwise: bool
+    weights: Matrices, dtype: torch.dtype, fp8_max: float, scales: Scales, *, rowwise: bool, columnwise: bool
 ) -> tuple[QuantizedTensor, Tensor | None]:
-    """Matrices [E, N, K] in FP8, with a scale per row or block; also the scales of one layout."""
-    parts = [_scaled(matrix, dtype, fp8_max, scales, rowwise=rowwise, columnwise=columnwise) for matrix in weight]
+    """Matrices in FP8, with a scale per row or block; also the scales of one layout."""
+    parts = [_scaled(matrix, dtype, fp8_max, scales, rowwise=rowwise, columnwise=columnwise) for matrix in weights]
     along, across = ([part[i] for part in parts] for i in (0, 1))
     row, row_scale, chosen = _stack(along)
     column, column_scale, other = _stack(across)
     return QuantizedTensor(row, row_scale, column, column_scale), chosen if chosen is not None else other
+
+
+def _addresses(weights: Sequence[Tensor]) -> Tensor | None:
+    """The address of each matrix, int64 [E] on its device; None if one begins inside 16 bytes."""
+    addresses = [weight.data_ptr() for weight in weights]
+    return None if any(address % 16 for address in addresses) else on_device(addresses, weights[0].device, torch.int64)
 
 
 def _stack(parts: list[Scaled | None]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

@@ -4,7 +4,7 @@ PyTorch's grouped FP8 product supports only E4M3 with a scale per row. Here a pe
 formats and every kind of scale; the sizes of groups stay on the device. bfloat16 uses PyTorch's grouped product. On other
 devices there is one product per expert.
 
-Groups with separate matrices and sizes known on the host, as in `octavo.nn.GroupedLinear`, use the same code.
+`octavo.nn.GroupedLinear`, whose matrices are separate and whose sizes the host knows, uses the same code.
 
     output            y  [R, N]    = x  [R, K] · w[expert] [N, K]ᵀ
     weight gradient   dw [E, N, K] = dy [R, N]ᵀ · x [R, K], over each expert's rows
@@ -20,11 +20,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn import functional
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.kernels import gemm, reference
-from octavo.kernels.experts.routes import TILE, Routes
+from octavo.kernels.experts.routes import TILE, Routes, on_device
 from octavo.kernels.tiles import processors
 
 
@@ -53,7 +52,7 @@ Operand = tuple[Tensor, Tensor | None]
 
 @triton.jit
 def _products_of_rows(
-    a_desc, b_desc, out_desc, a_scale_ptr, b_scale_ptr, experts_ptr, ends_ptr, rows, n, k, experts, programs,
+    a_desc, b_desc, out_desc, a_scale_ptr, b_scale_ptr, bias_ptr, experts_ptr, ends_ptr, rows, n, k, experts, programs,
     SCALES: tl.constexpr, SUMS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
     TOGETHER: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
@@ -89,6 +88,8 @@ def _products_of_rows(
         if SCALES == "row":
             b_scale = tl.load(b_scale_ptr + expert * n + c, mask=c < n, other=0.0)
             total = total * tl.load(a_scale_ptr + r)[:, None] * b_scale[None, :]
+        if bias_ptr is not None:
+            total += tl.load(bias_ptr + expert * n + c, mask=c < n, other=0.0).to(tl.float32)[None, :]
         out_desc.store([row, column], total.to(DTYPE))
 
 
@@ -161,9 +162,9 @@ def _descriptor(x: Tensor, *tile: int) -> TensorDescriptor:
 
 
 def launch_rows(
-    a: Operand, b: Operand, experts_of_tiles: Tensor, ends: Tensor, out_dtype: torch.dtype, kind: str, *, precise: bool
+    a: Operand, b: Operand, routes: Routes, out_dtype: torch.dtype, kind: str, *, precise: bool, bias: Tensor | None = None
 ) -> Tensor:
-    """Run the kernel; see `grouped_mm`. experts_of_tiles, ends: of `Routes`. kind: "tensor", "row" or "block"."""
+    """Run the kernel; see `grouped_mm`. kind: "tensor", "row" or "block"."""
     (x, x_scale), (w, w_scale) = a, b
     assert x_scale is not None
     (rows, k), (experts, n, _) = x.shape, w.shape
@@ -174,7 +175,8 @@ def launch_rows(
     programs = processors(x.device)
     _products_of_rows[(programs,)](
         _descriptor(x, TILE, tiles.depth), _descriptor(w.reshape(-1, k), tiles.columns, tiles.depth),
-        _descriptor(out, TILE, tiles.columns), x_scale, w_scale, experts_of_tiles, ends, rows, n, k, experts, programs,
+        _descriptor(out, TILE, tiles.columns), x_scale, w_scale, bias, routes.experts, routes.ends, rows, n, k, experts,
+        programs,
         SCALES=kind, SUMS=_EXACT_SUMS if precise else None, TILE_M=TILE, TILE_N=tiles.columns, TILE_K=tiles.depth,
         TOGETHER=_ROW_TILES_TOGETHER, DTYPE=_DTYPES[out_dtype],
         num_warps=tiles.warps, num_stages=tiles.stages,
@@ -215,14 +217,19 @@ def _of_pytorch(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     return torch._grouped_mm(a, b, offs=ends)
 
 
-def grouped_mm(a: Operand, b: Operand, routes: Routes, out_dtype: torch.dtype, *, precise: bool = False) -> Tensor:
+def grouped_mm(
+    a: Operand, b: Operand, routes: Routes, out_dtype: torch.dtype, *, precise: bool = False, bias: Tensor | None = None
+) -> Tensor:
     """a [R, C] times the matrix [N, C] of each row's expert, of b [E, N, C]: [R, N]; rows after the last expert's are
-    undefined."""
+    undefined.
+
+    bias: [E, N], added before the result is rounded; only to FP8 products.
+    """
     (x, x_scale), (w, w_scale) = a, b
     if x_scale is None and _takes(routes, *w.shape[1:]) and x.dtype == out_dtype == torch.bfloat16:
         return _of_pytorch(x, w.transpose(1, 2), routes.ends)
     if w_scale is not None and _takes(routes, *w.shape[1:]):
-        return launch_rows(a, b, routes.experts, routes.ends, out_dtype, _kind_of_weight(w, w_scale), precise=precise)
+        return launch_rows(a, b, routes, out_dtype, _kind_of_weight(w, w_scale), precise=precise, bias=bias)
     if not x.shape[0]:
         return x.new_zeros(0, w.shape[1], dtype=out_dtype)
     bounds = _bounds(routes)
@@ -236,7 +243,11 @@ def grouped_mm(a: Operand, b: Operand, routes: Routes, out_dtype: torch.dtype, *
         scales = x_scale if x_scale.dim() == 1 else [x_scale[begin:end] for begin, end in bounds]
         rows = [(x[begin:end], _aligned(scale)) for (begin, end), scale in zip(bounds, scales, strict=True)]
         matrices = [(one, _aligned(scale)) for one, scale in zip(w, w_scale, strict=True)]
-        parts = gemm.scaled_mm_of_each(rows, matrices, [None] * len(rows), out_dtype=out_dtype, precise=precise)
+        biases = [None] * len(rows) if bias is None else [*bias]
+        parts = [
+            gemm.scaled_mm(*part, *matrix, out_dtype=out_dtype, precise=precise, bias=one, recurring=False)
+            for part, matrix, one in zip(rows, matrices, biases, strict=True)
+        ]
     behind = x.shape[0] - sum(len(part) for part in parts)
     return torch.cat([*parts, x.new_zeros(behind, w.shape[1], dtype=out_dtype)])
 
@@ -289,49 +300,5 @@ def takes_groups(device: torch.device, dtype: torch.dtype, b: Sequence[Tensor]) 
 
 def grouped_mm_of_splits(a: Tensor, splits: Sequence[int], b: Tensor) -> Tensor:
     """a [M, C], of which `splits` rows belong to each matrix of b [G, C, N], in bfloat16: [M, N], in one launch."""
-    return _of_pytorch(a.contiguous(), b, _on_device(list(itertools.accumulate(splits)), a.device))
-
-
-def grouped_mm_of_each(
-    a: Sequence[gemm.Operand],
-    b: Sequence[gemm.Operand],
-    *,
-    out_dtype: torch.dtype,
-    precise: bool = False,
-    biases: Sequence[Tensor | None] | None = None,
-) -> Tensor:
-    """`octavo.kernels.gemm.scaled_mm` of each pair, one result below the other: [M₀ + M₁ + …, N]. A group may have no rows.
-
-    One launch if all operands have row scales and supported sizes; otherwise one launch per product.
-    """
-    biases = biases or [None] * len(b)
-    sizes = [len(data) for data, _ in a]
-    by_row = all(gemm.is_by_row(*operand) for operand in (*a, *b))
-    aligned = all(size % gemm.ALIGNMENT == 0 for size in b[0][0].shape)
-    several = sum(size > 0 for size in sizes) > 1
-    if not (several and by_row and aligned and gemm.has_grouped_products(a[0][0].device)):
-        return torch.cat(gemm.scaled_mm_of_each(a, b, biases, out_dtype=out_dtype, precise=precise))
-    high = [-(-size // TILE) * TILE for size in sizes]
-    tiles = [expert for expert, rows in enumerate(high) for _ in range(rows // TILE)]
-    ends, experts_of_tiles = _on_device([*itertools.accumulate(high), *tiles], a[0][0].device).split([len(b), len(tiles)])
-    data = torch.cat([_lengthened(x.view(torch.uint8), rows) for (x, _), rows in zip(a, high, strict=True)])
-    scales = torch.cat([_lengthened(scale, rows) for (_, scale), rows in zip(a, high, strict=True)])
-    matrices = torch.stack([x.contiguous().view(torch.uint8) for x, _ in b]).view(b[0][0].dtype)
-    of_matrices = torch.stack([scale for _, scale in b])
-    rows_of_all = (data.view(a[0][0].dtype), scales)
-    out = launch_rows(rows_of_all, (matrices, of_matrices), experts_of_tiles, ends, out_dtype, "row", precise=precise)
-    if sizes == high and all(bias is None for bias in biases):
-        return out
-    parts = [part[:size] for part, size in zip(out.split(high), sizes, strict=True)]
-    return torch.cat([x if bias is None else x + bias.to(x.dtype) for x, bias in zip(parts, biases, strict=True)])
-
-
-def _lengthened(x: Tensor, rows: int) -> Tensor:
-    """x with zeros appended, up to `rows` rows."""
-    return x if len(x) == rows else functional.pad(x, (0, 0, 0, rows - len(x)))
-
-
-def _on_device(numbers: list[int], device: torch.device) -> Tensor:
-    """int32, copied without waiting for the device."""
-    indices = torch.tensor(numbers, dtype=torch.int32)
-    return indices.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else indices
+    ends = on_device(list(itertools.accumulate(splits)), a.device, torch.int32)
+    return _of_pytorch(a.contiguous(), b, ends)

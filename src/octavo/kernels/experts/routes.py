@@ -12,6 +12,7 @@ Legend: T tokens, K experts per token (top-k), E experts, R rows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -174,3 +175,28 @@ def make_routes(chosen: Tensor, experts: int, tile: int | None = None) -> Routes
     of_tiles = torch.searchsorted(ends, starts, right=True)
     splits = tuple(counts.tolist()) if tile == 1 else None
     return Routes(tokens.int(), rows.int(), of_tiles.int(), ends.int(), tile, splits)
+
+
+def routes_of_splits(splits: Sequence[int], device: torch.device, tile: int | None = None) -> Routes:
+    """Routes of rows in the order of their experts, whose counts the host knows: row i is the only copy of token i.
+
+    tile: `TILE` or 1; the device's if None. With 1, or with splits of whole tiles, no row moves.
+    """
+    tile = tile_of_device(device) if tile is None else tile
+    counts = torch.tensor(splits)
+    padded = (counts + (tile - 1)) // tile * tile
+    ends = padded.cumsum(0)
+    before = (ends - padded) - (counts.cumsum(0) - counts)  # rows of zeros before an expert's first row
+    tokens = torch.arange(int(counts.sum()))
+    rows = tokens + before.repeat_interleave(counts)
+    of_rows = torch.full((int(padded.sum()),), -1).index_copy_(0, rows, tokens)
+    of_tiles = torch.arange(len(splits)).repeat_interleave(padded // tile)
+    parts = of_rows, rows, of_tiles, ends
+    of_rows, rows, of_tiles, ends = on_device(torch.cat(parts), device, torch.int32).split([len(part) for part in parts])
+    return Routes(of_rows, rows[:, None], of_tiles, ends, tile, tuple(splits) if tile == 1 else None)
+
+
+def on_device(numbers: Tensor | Sequence[int], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Numbers of the host, copied without waiting for the device."""
+    numbers = torch.as_tensor(numbers, dtype=dtype)
+    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers
