@@ -29,7 +29,7 @@ NAMES = (
     Name("torch._scaled_grouped_mm", ("benchmarks/kernels/grouped.py",), "the peer of Octavo's grouped products"),
     Name("torch._grouped_mm", ("kernels/experts/gemm.py", "benchmarks/plain.py"), _PRODUCT),
     Name("torch._foreach_add_", ("train/adamw.py",), _FOREACH),
-    Name("torch._foreach_copy_", ("fp8/buffers.py", "parallel/averaging.py"), _FOREACH),
+    Name("torch._foreach_copy_", ("fp8/buffers.py", "fp8/experts.py", "parallel/averaging.py"), _FOREACH),
     Name("torch._foreach_mul_", ("train/adamw.py", "train/optimizer.py", "parallel/averaging.py"), _FOREACH),
     Name("torch._foreach_norm", ("parallel/shards.py",), _FOREACH),
     Name(

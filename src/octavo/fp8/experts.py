@@ -304,10 +304,10 @@ def _cast_together(producer: Producer, noted: Sequence[_Noted]) -> QuantizedTens
         return NOTHING
     scales = [one.scale for one in quantizers if one.scale is not None]
     entries = [one.amax for one in quantizers if one.amax is not None]
-    amaxes = torch.zeros(len(entries), device=scales[0].device) if entries else None
+    amaxes = torch.stack(entries) if entries else None
     out = producer(quantizers[0]._replace(scale=torch.stack(scales), amax=amaxes))
     if amaxes is not None:
-        torch._foreach_maximum_(entries, list(amaxes.unbind()))
+        torch._foreach_copy_(entries, list(amaxes.unbind()))
     return out
 
 
