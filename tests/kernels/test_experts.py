@@ -136,6 +136,22 @@ def test_stacked_matrices_have_a_scale_each(fmt, shape, columnwise):
             assert (a is None and b is None) or torch.equal(a.contiguous().view(torch.uint8), b.view(torch.uint8))
 
 
+@pytest.mark.parametrize("scales", ["row", "block", "square"])
+@pytest.mark.parametrize("layouts", [(True, False), (True, True), (False, True)], ids=str)
+def test_all_matrices_at_once_have_the_scales_of_each(scales, layouts):
+    weight = torch.randn(3, 256, 144) * torch.rand(3, 256, 1).exp2()
+    how = {"rowwise": layouts[0], "columnwise": layouts[1]}
+    wanted, scale = cast.cast_stacked_scaled(weight, E4M3.dtype, E4M3.max, scales, **how)
+    found, same = cast.launch_scaled(weight, E4M3.dtype, E4M3.max, scales, **how)
+    assert torch.equal(same, scale)
+    for a, b in zip(wanted, found, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert a.shape == b.shape
+            assert b.is_contiguous()
+            assert torch.equal(a.float(), b.float())
+
+
 @pytest.mark.parametrize("kind", CHOSEN)
 @pytest.mark.parametrize("name", ["swiglu", "gelu"])
 def test_activations_are_weighted_by_row(kind, name):

@@ -18,7 +18,7 @@ from octavo.kernels import gemm, reference
 from octavo.kernels.experts.permute import inverse
 from octavo.kernels.experts.routes import TILE, Routes, on_device
 from octavo.kernels.quantize import cast as one
-from octavo.kernels.quantize.cast_scaled import Layouts, Scaled, blocks, launch_rows, rows
+from octavo.kernels.quantize.cast_scaled import Layouts, Scaled, blocks, launch_blocks, launch_rows, rows
 from octavo.kernels.quantize.quantized import NOTHING, QuantizedTensor, Quantizer, of_one_scale
 from octavo.kernels.tiles import cdiv
 
@@ -28,6 +28,8 @@ Matrices = Tensor | Sequence[Tensor]
 """One matrix [N, K] per expert: stacked [E, N, K], or separate tensors of one dtype."""
 
 _GROUPS, _GROUP_COLUMNS, _WARPS = 32, 64, 4
+_INDICES = 2**31
+"""Elements that the kernels of one matrix can index."""
 _TILE_ROWS, _TILE_COLUMNS = 64, 128
 
 
@@ -104,10 +106,39 @@ def cast_stacked(weights: Matrices, quantizer: Quantizer) -> QuantizedTensor:
     )
 
 
+def launch_scaled(
+    weight: Tensor, dtype: torch.dtype, fp8_max: float, scales: Scales, *, rowwise: bool, columnwise: bool
+) -> tuple[QuantizedTensor, Tensor | None]:
+    """Run the kernel for the rows of all matrices [E, N, K] together, N in whole tiles; see `cast_stacked_scaled`."""
+    experts, n, k = weight.shape
+    x = weight.reshape(-1, k)
+    if scales == "row":
+        of_tiles = torch.arange(experts, dtype=torch.int32, device=x.device)[:, None].expand(-1, n // TILE).flatten()
+        how: dict[str, Any] = {"experts": of_tiles, "count": experts}
+        along, across = launch_rows(x, dtype, fp8_max, rowwise=rowwise, columnwise=columnwise, **how)
+    else:
+        high = TILE if scales == "square" else 1
+        along, across = launch_blocks(x, dtype, fp8_max, high, rowwise=rowwise, columnwise=columnwise)
+    row = None if along is None else Scaled(*(part.unflatten(0, (experts, -1)).contiguous() for part in along))
+    column = None if across is None else Scaled(*(_by_expert(part, experts) for part in across))
+    chosen = column if row is None else row
+    of_rows, of_columns = ((None, None) if each is None else (each.data, each.scale_inv) for each in (row, column))
+    return QuantizedTensor(*of_rows, *of_columns), None if chosen is None else chosen.scale
+
+
+def _by_expert(x: Tensor, experts: int) -> Tensor:
+    """The part of each expert in a matrix [C, E · n], as [E, C, n]; unchanged if it has three dimensions."""
+    return x if x.dim() == 3 else x.unflatten(1, (experts, -1)).transpose(0, 1).contiguous()
+
+
 def cast_stacked_scaled(
     weights: Matrices, dtype: torch.dtype, fp8_max: float, scales: Scales, *, rowwise: bool, columnwise: bool
 ) -> tuple[QuantizedTensor, Tensor | None]:
     """Matrices in FP8, with a scale per row or block; also the scales of one layout."""
+    n, k = weights[0].shape
+    if gemm.is_native(weights[0].device) and n % TILE == 0 and len(weights) * n * k < _INDICES:
+        weight = weights if isinstance(weights, Tensor) else torch.stack(tuple(weights))
+        return launch_scaled(weight, dtype, fp8_max, scales, rowwise=rowwise, columnwise=columnwise)
     parts = [_scaled(matrix, dtype, fp8_max, scales, rowwise=rowwise, columnwise=columnwise) for matrix in weights]
     along, across = ([part[i] for part in parts] for i in (0, 1))
     row, row_scale, chosen = _stack(along)
