@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks import curves, readme
 from benchmarks.files import does_not_fit, exit_code_of, read_json
 from benchmarks.published import page as published
-from benchmarks.readme import LIBRARIES, WIDTH, Row, kernel_of, speed, title_of
+from benchmarks.readme import LIBRARIES, WIDTH, Row, kernel_of, rate_of, speed, title_of
 from benchmarks.vision import page as vision
 from octavo.errors import InputError
 from octavo.storage import write_atomic
@@ -67,9 +67,7 @@ def block(names: Sequence[str], results: Path, folder: Path) -> str:
     several = len({row["gpus"] for row in rows if "gpus" in row}) > 1
     exposed = any("exposed_communication_ms" in row for row in rows)
     attention = any(kernel_of(row) for row in rows)
-    units = {"images" if "images_per_second" in row else "tokens" for row in rows if "error" not in row}
-    rate = f"{' or '.join(sorted(units, reverse=True))}/s{' per GPU' * any(row.get('gpus', 1) > 1 for row in rows)}"
-    titles = ["workload", "entry", *["GPUs"] * several, rate, "ms a step", *["exposed"] * exposed, "MFU", "peak GiB"]
+    titles = ["workload", "entry", *["GPUs"] * several, rate_of(rows), "ms a step", *["exposed"] * exposed, "MFU", "peak GiB"]
     titles += [*["attention"] * attention, *[f"{_TIMES} best peer"] * compared]
     table = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for name, document in documents.items():

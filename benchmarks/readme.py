@@ -1,10 +1,10 @@
-"""Figures of the README, from named results, all of one day and one kind of GPU.
+"""The README's generated parts: its figure of speed, and its table of Octavo and the best peers.
 
     python -m benchmarks.readme README.md benchmarks/results/one-gpu-llama-1b.json benchmarks/results/one-gpu-vit-huge.json …
 
-rewrites the parts of a page between their markers, which keep the command: the first figure, and the table of best peers.
-Octavo's entry of a workload is its defaults; a ratio is to the fastest peer that the same run measured, at that peer's fastest
-setting. A workload that a file measured without a peer is left out.
+rewrites each part of the page between its markers. The first marker of a part stores the command. The results must be of one
+day and one kind of GPU. Octavo's entry of a workload is its defaults; the best peer is the fastest entry of any other library
+in the same file. Workloads without a peer are left out.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ from octavo.errors import InputError
 from octavo.storage import write_atomic
 
 PARTS = ("figure", "table")
+"""Names in the markers: the bullet on speed, and the table with its footnote."""
 WIDTH = 128
 SUITES = ("one-gpu", "sharded", "context", "vision")
 GIVE = f"JSON files of python -m benchmarks {', '.join(SUITES)}"
 DEFAULTS = ("octavo-default", "octavo-delayed-fast-input-fp8-head-backward")
 """Octavo's defaults where an entry of the suite has that name."""
-HEADS = ("octavo-delayed-fast-fp8-head", "octavo-delayed-fp8-head")
-"""Octavo with all three products of the head in FP8."""
 IMAGES = ("octavo-delayed-fast-input", "octavo-delayed")
+"""Octavo's defaults for vision models."""
+WHOLE_HEAD = "octavo-delayed-fast-fp8-head"
+"""Octavo with all three products of the head in FP8, and fast accumulation in both gradients."""
 LIBRARIES = {"te-": ("Transformer Engine", "transformer-engine"), "ao-": ("torchao", "torchao"), "torch-": ("PyTorch", None)}
 """Prefix of a peer's entries → its name and distribution."""
 TITLES = {
@@ -55,39 +57,42 @@ _KERNELS = {"flash-attn 4": "flash-attn-4", "cudnn": "cuDNN", "fused_attn=1": "c
 """Part of a peer's `attention` → the kernel."""
 _WRONG = "attention is wrong"
 _COMMAND = "python -m benchmarks.readme "
+_TIMES, _DASH, _DAGGER = "\N{MULTIPLICATION SIGN}", "\N{EN DASH}", "\N{DAGGER}"
 
 Row = Mapping[str, Any]
 
 
-class Line(NamedTuple):
+class Comparison(NamedTuple):
     """A workload of one file.
 
     Attributes:
-        octavo, head: Octavo with its defaults, and with an FP8 head if that was measured.
-        peer: the fastest.
-        rows: all.
+        machine: GPU and versions, from the file.
+        octavo: Octavo with its defaults.
+        whole_head: Octavo with the whole head in FP8, if measured.
+        peer: the fastest entry of any other library.
+        rows: all entries on as many GPUs, failed ones included.
     """
 
     path: Path
     machine: Mapping[str, Any]
     octavo: Row
-    head: Row | None
+    whole_head: Row | None
     peer: Row
     rows: Sequence[Row]
 
 
-def lines_of(paths: Sequence[Path]) -> list[Line]:
+def comparisons(paths: Sequence[Path]) -> list[Comparison]:
     """The workloads with a peer, in the order of the files.
 
     Raises:
-        InputError: a file is none of `python -m benchmarks`, has nothing to compare, or is of another day or another kind of
-            GPU than the first; two files compare the same workload.
+        InputError: a file is not from `python -m benchmarks`, has nothing to compare, or is of another day or kind of GPU than
+            the first; two files have the same workload.
     """
     if not paths:
         raise InputError(f"no results: give {GIVE}.")
-    lines: list[Line] = []
+    compared: list[Comparison] = []
     first: dict[str, tuple[Any, Path]] = {}
-    of: dict[tuple[str, int], Path] = {}
+    path_of: dict[tuple[str, int], Path] = {}
     for path in paths:
         document = _read(path)
         facts = {"day": document["date"][:10], "GPU": document["machine"].get("gpu") or document["machine"].get("cpu")}
@@ -98,52 +103,53 @@ def lines_of(paths: Sequence[Path]) -> list[Line]:
                     f"{path} is of another {what} than {before}: {value} and {known}. One table has one {what}: leave it out, "
                     "or repeat the measurement."
                 )
-        found = _lines(path, document)
+        found = _comparisons(path, document)
         if not found:
             raise InputError(f"{path} has no workload with Octavo's defaults and a peer. Give files that have both.")
-        for line in found:
-            key = line.octavo["workload"], line.octavo["gpus"]
-            if key in of:
-                raise InputError(f"{path} and {of[key]} have both {key[0]} on {key[1]} GPUs: a table has one run of each.")
-            of[key] = path
-        lines += found
-    return lines
+        for one in found:
+            key = one.octavo["workload"], one.octavo["gpus"]
+            if key in path_of:
+                raise InputError(f"{path} and {path_of[key]} have both {key[0]} on {key[1]} GPUs: a table has one run of each.")
+            path_of[key] = path
+        compared += found
+    return compared
 
 
-def generated(part: str, lines: Sequence[Line], folder: Path) -> str:
-    """The text of a part; links are relative to the page's folder."""
+def generated(part: str, compared: Sequence[Comparison], folder: Path) -> str:
+    """The text of a part. folder: the page's, for relative links."""
     if part == "figure":
-        return fill(_figure(lines[0]), WIDTH)
-    return "\n".join([*_best(lines, folder), "", fill(_below(lines), WIDTH)])
+        return fill(_figure(compared[0]), WIDTH, subsequent_indent="  ")
+    return "\n".join([*_table(compared, folder), "", fill(_footnote(compared), WIDTH, break_on_hyphens=False)])
 
 
 def rewrite(text: str, page: Path, paths: Sequence[Path], root: Path) -> str:
     """The text of a page with its parts regenerated.
 
     Args:
-        page, paths: the page and the results, relative to `root`, as the command of the markers names them.
+        page, paths: the page and the results, relative to `root`, as in the command of the markers.
 
     Raises:
-        InputError: see `lines_of`; or the page has no part, or a part without its two markers, each once and in order.
+        InputError: see `comparisons`; or the page has no part, or a part without its two markers, each once and in order.
     """
-    lines = lines_of([root / path for path in paths])
+    compared = comparisons([root / path for path in paths])
     command = f"{_COMMAND}{page.as_posix()} {' '.join(path.as_posix() for path in paths)}"
-    there = [part for part in PARTS if f"<!-- The {part}: " in text or f"<!-- End of the {part} -->" in text]
-    for part in there or PARTS[:1]:
+    present = [part for part in PARTS if f"<!-- The {part}: " in text or f"<!-- End of the {part} -->" in text]
+    for part in present or PARTS[:1]:
         begin, end = f"<!-- The {part}: ", f"<!-- End of the {part} -->"
         before, begun, rest = text.partition(begin)
         _, ended, after = rest.partition(end)
         if not begun or not ended or begin in rest or end in before + after:
             raise InputError(f"{page} needs the markers '{begin}… -->' and '{end}', each once and in this order.")
-        text = f"{before}{begin}{command} -->\n{generated(part, lines, (root / page).parent)}\n{end}{after}"
+        indent = "  " * (part == "figure")  # within the list item, so that the list goes on
+        text = f"{before}{begin}{command} -->\n{generated(part, compared, (root / page).parent)}\n{indent}{end}{after}"
     return text
 
 
 def named(text: str) -> tuple[Path, list[Path]]:
-    """The page and the results in the command of a page's first marker.
+    """The page and the results in the command of the first marker.
 
     Raises:
-        InputError: no marker has one.
+        InputError: no marker has a command.
     """
     _, found, rest = text.partition(_COMMAND)
     page, *paths = rest.partition(" -->")[0].split() if found else [""]
@@ -153,7 +159,11 @@ def named(text: str) -> tuple[Path, list[Path]]:
 
 
 def main(arguments: list[str]) -> int:
-    """Rewrite PAGE from RESULTS…, by default those of its markers; returns the exit code."""
+    """Rewrite a page from results, by default those of its markers; returns the exit code.
+
+    Args:
+        arguments: the page's path, then those of the results.
+    """
 
     def write() -> None:
         if not arguments:
@@ -172,34 +182,59 @@ def main(arguments: list[str]) -> int:
 
 
 def speed(row: Row) -> float:
-    """Tokens or images a second of a GPU; 0 for a row with neither."""
+    """Tokens/s or images/s per GPU; 0 for a failed row."""
     found = row.get("tokens_per_second", row.get("images_per_second", 0.0))
     return float(found) if isinstance(found, int | float) and "error" not in row else 0.0
 
 
-def setting(row: Row, machine: Mapping[str, Any]) -> str:
-    """A peer's entry in words: library, precision, head, attention."""
-    prefix = next(prefix for prefix in LIBRARIES if row["entry"].startswith(prefix))
-    name, package = LIBRARIES[prefix]
+def rate_of(rows: Iterable[Row]) -> str:
+    """The unit of the rows' speeds: `tokens/s`, `images/s` or `tokens or images/s`, `per GPU` if a row has several."""
+    timed = [row for row in rows if "error" not in row]
+    units = sorted({"images" if "images_per_second" in row else "tokens" for row in timed}, reverse=True)
+    return f"{' or '.join(units)}/s{' per GPU' * any(row.get('gpus', 1) > 1 for row in timed)}"
+
+
+def library_of(row: Row, machine: Mapping[str, Any]) -> str:
+    """Name and version of a peer's library."""
+    name, package = LIBRARIES[_prefix(row)]
     version = machine.get("torch") if package is None else machine.get("peers", {}).get(package)
-    words = [part for part in ("delayed", "current", "tensorwise", "rowwise") if part in row["entry"].split("-")]
-    precision = f"FP8 {words[0]}" if words else "bf16"
+    return f"{name} {version}" if version else name
+
+
+def setting(row: Row, machine: Mapping[str, Any]) -> list[str]:
+    """A peer's entry in words: library, precision, head, attention, exchange of context parallelism."""
+    recipe = next((part for part in ("delayed", "current", "tensorwise", "rowwise") if part in row["entry"].split("-")), None)
     attention = kernel_of(row)
-    parts = [f"{name} {version}" if version else name, precision]
-    parts += ["FP8 head"] * (row.get("head") == "fp8") + [f"attention of {attention}"] * bool(attention)
-    parts += [exchange for exchange in ("a2a", "p2p") if row["entry"].endswith(f"-{exchange}")]
-    return ", ".join(parts)
+    parts = [library_of(row, machine), f"FP8 with {recipe} scaling" if recipe else "bf16"]
+    parts += [f"{'FP8' if row['head'] == 'fp8' else row['head']} head"] * bool(row.get("head"))
+    parts += [f"{attention}'s attention"] * bool(attention)
+    return parts + [exchange for exchange in ("a2a", "p2p") if row["entry"].endswith(f"-{exchange}")]
 
 
 def kernel_of(row: Row) -> str:
-    """The attention of a row in a word or two; empty for an older row without."""
-    named = str(row.get("attention") or "")
-    if row["entry"].startswith("octavo-") and not named.startswith("cuDNN"):
-        return named.partition(";")[0].partition(",")[0]
-    for part, kernel in _KERNELS.items():
-        if part in named.lower():
-            return kernel
-    return named
+    """The attention kernel of a row in a word or two; empty for older rows, which do not name it."""
+    attention = str(row.get("attention") or "")
+    if row["entry"].startswith("octavo-") and not attention.startswith("cuDNN"):
+        return attention.partition(";")[0].partition(",")[0]
+    return next((kernel for part, kernel in _KERNELS.items() if part in attention.lower()), attention)
+
+
+def shape_of(row: Row) -> str:
+    """The workload's model in words."""
+    workload = row["workload"]
+    prefix = max((name for name in TITLES if workload.startswith(name)), key=len, default=None)
+    return f"`{workload}`" if prefix is None else TITLES[prefix]
+
+
+def title_of(row: Row) -> str:
+    """The workload in words: GPUs if several, model, batch."""
+    title, batch = shape_of(row), row["batch"]
+    size = f"{batch} images" if "images_per_second" in row else f"{batch} {_TIMES} {row['sequence_length']:,} tokens"
+    if row["gpus"] == 1:
+        return f"{title}, {size}"
+    case = ALL_CASES.get(row["workload"])
+    shared = case.context * case.tensor if isinstance(case, Case) else 1
+    return f"{row['gpus']} GPUs: {title}, " + (f"{size} of {shared} GPUs together" if shared > 1 else f"{size} of each")
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -216,27 +251,19 @@ def _read(path: Path) -> dict[str, Any]:
     return document
 
 
-def _lines(path: Path, document: Mapping[str, Any]) -> list[Line]:
+def _comparisons(path: Path, document: Mapping[str, Any]) -> list[Comparison]:
     found = []
     for workload in dict.fromkeys(row["workload"] for row in document["rows"]):
         rows = [row for row in document["rows"] if row["workload"] == workload]
-        timed = [row for row in rows if speed(row)]
-        octavo = _octavo(document["suite"], timed)
-        peers = [row for row in timed if row["entry"].startswith(tuple(LIBRARIES)) and octavo and row["gpus"] == octavo["gpus"]]
-        if octavo is None or not peers:
+        octavo = _octavo(document["suite"], [row for row in rows if speed(row)])
+        if octavo is None:
             continue
-        heads = [row for row in timed if row["entry"] in HEADS and row["gpus"] == octavo["gpus"]]
-        head, best = max(heads, key=speed, default=None), max(peers, key=speed)
-        found.append(
-            Line(
-                path,
-                document["machine"],
-                octavo,
-                head,
-                best,
-                [row for row in rows if row.get("gpus") in (None, octavo["gpus"])],
-            )
-        )
+        rows = [row for row in rows if row.get("gpus") in (None, octavo["gpus"])]
+        timed = [row for row in rows if speed(row)]
+        peer = max((row for row in timed if row["entry"].startswith(tuple(LIBRARIES))), key=speed, default=None)
+        if peer is not None:
+            whole_head = next((row for row in timed if row["entry"] == WHOLE_HEAD), None)
+            found.append(Comparison(path, document["machine"], octavo, whole_head, peer, rows))
     return found
 
 
@@ -248,105 +275,126 @@ def _octavo(suite: str, rows: Sequence[Row]) -> Row | None:
     return next((row for name in names for row in rows if row["entry"] == name), None)
 
 
-def title_of(row: Row) -> str:
-    """The workload in words."""
-    workload, batch = row["workload"], row["batch"]
-    prefix = max((name for name in TITLES if workload.startswith(name)), key=len, default=None)
-    title = f"`{workload}`" if prefix is None else TITLES[prefix]
-    size = (
-        f"{batch} images"
-        if "images_per_second" in row
-        else f"{batch} \N{MULTIPLICATION SIGN} {row['sequence_length']:,} tokens"
+def _prefix(row: Row) -> str:
+    """The part of a peer's entry that names its library."""
+    return next(prefix for prefix in LIBRARIES if row["entry"].startswith(prefix))
+
+
+def _gpu(one: Comparison) -> str:
+    return str(one.machine.get("gpu") or "CPU").removeprefix("NVIDIA ").split(" ")[0]
+
+
+def _figure(one: Comparison) -> str:
+    """A list item on one comparison."""
+    octavo, peer = one.octavo, one.peer
+    train = f"one {_gpu(one)} trains" if octavo["gpus"] == 1 else f"{octavo['gpus']} {_gpu(one)}s train"
+    memory = f", in {octavo['peak_gib']:.1f} GiB instead of {peer['peak_gib']:.1f}" if octavo.get("peak_gib") else ""
+    return (
+        f"* **Fast**: {train} {shape_of(octavo)} at {speed(octavo):,.0f} {rate_of([octavo])}, "
+        f"{speed(octavo) / speed(peer):.2f} times as fast as the fastest peer ({library_of(peer, one.machine)}){memory}."
     )
-    if row["gpus"] == 1:
-        return f"{title}, {size}"
-    case = ALL_CASES.get(workload)
-    shared = case.context * case.tensor if isinstance(case, Case) else 1
-    return f"{row['gpus']} GPUs: {title}, " + (f"{size} of {shared} GPUs together" if shared > 1 else f"{size} of each")
 
 
-def _figure(line: Line) -> str:
-    octavo, peer = line.octavo, line.peer
-    unit = "images" if "images_per_second" in octavo else "tokens"
-    where = f"one {_gpu(line)}" if octavo["gpus"] == 1 else f"{octavo['gpus']} {_gpu(line)}s"
-    memory = f", in {octavo['peak_gib']:.1f} GiB against {peer['peak_gib']:.1f}" if octavo.get("peak_gib") else ""
-    fastest = f"{speed(octavo) / speed(peer):.2f} times the fastest peer at its fastest setting ({setting(peer, line.machine)})"
-    return f"On {where} it trains {title_of(octavo)}, at **{speed(octavo):,.0f} {unit}/s**: {fastest}{memory}."
+def _table(compared: Sequence[Comparison], folder: Path) -> list[str]:
+    """A line for each workload. The last column has the parts of the peers' settings that differ."""
+    rate = rate_of(one.octavo for one in compared)
+    titles = ["workload", f"Octavo, {rate}", f"best peer, {rate}", _TIMES, "GiB, Octavo and peer", "peer's setting"]
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    shared = _shared(compared)
+    for one in compared:
+        octavo, peer = one.octavo, one.peer
+        link = f"[JSON]({Path(os.path.relpath(one.path, folder)).as_posix()})"
+        memory = [f"{row['peak_gib']:.1f}" if row.get("peak_gib") else _DASH for row in (octavo, peer)]
+        own = [part for part in setting(peer, one.machine) if part not in shared]
+        cells = [f"{title_of(octavo)}{_DAGGER * _one_by_one(one)} ({link})", f"**{speed(octavo):,.0f}**", f"{speed(peer):,.0f}"]
+        cells += [f"{speed(octavo) / speed(peer):.3f}", " and ".join(memory), ", ".join(own) or _DASH]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
 
 
-def _gpu(line: Line) -> str:
-    return str(line.machine.get("gpu") or "CPU").removeprefix("NVIDIA ").split(" ")[0]
+def _shared(compared: Sequence[Comparison]) -> list[str]:
+    """The parts of the settings of all peers; none if there is a single one."""
+    first, *others = (setting(one.peer, one.machine) for one in compared)
+    return [part for part in first if others and all(part in other for other in others)]
 
 
-def _best(lines: Sequence[Line], folder: Path) -> list[str]:
-    """A line for each workload: Octavo by its defaults and the best peer."""
-    times = "\N{MULTIPLICATION SIGN}"
-    titles = ("tokens or images/s per GPU", "Octavo", "best peer", times, "GiB, Octavo and peer", "the peer's setting")
-    text = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
-    for line in lines:
-        octavo, peer = line.octavo, line.peer
-        memory = [f"{row['peak_gib']:.1f}" if row.get("peak_gib") else "\N{EN DASH}" for row in (octavo, peer)]
-        cells = [f"{title_of(octavo)}{_mark(line)} ({_link(line, folder)})", f"**{speed(octavo):,.0f}**", f"{speed(peer):,.0f}"]
-        cells += [f"{speed(octavo) / speed(peer):.3f}", f"{memory[0]} and {memory[1]}", setting(peer, line.machine)]
-        text.append(f"| {' | '.join(cells)} |")
+def _one_by_one(one: Comparison) -> bool:
+    """True if entries were timed one after the other, not in alternating rounds."""
+    return one.octavo.get("interleaved") is False
+
+
+def _footnote(compared: Sequence[Comparison]) -> str:
+    """Definitions, date, machine and conditions of all lines of the table."""
+    shared = ", ".join(_shared(compared))
+    versions = f"torch {_versions(compared, 'torch')}"
+    if flash := _versions(compared, "flash-attn-4"):
+        versions += f"; Octavo's attention is flash-attn-4 {flash}"
+    return " ".join(
+        [
+            f"{_TIMES}: Octavo's speed divided by the best peer's. GiB: peak memory.",
+            f"Best peer: the fastest entry of any other library in the row's file{shared and f'; in all rows: {shared}'}.",
+            *_defaults(compared),
+            f"Measured on {_read(compared[0].path)['date'][:10]} on {_gpu(compared[0])}s with {versions}.",
+            _order(compared),
+            *_missing(compared),
+        ]
+    )
+
+
+def _defaults(compared: Sequence[Comparison]) -> list[str]:
+    """Octavo's defaults, and its speed with the whole head in FP8, where measured."""
+    lines = [one for one in compared if one.octavo["entry"] in DEFAULTS]
+    ratios = [speed(one.whole_head) / speed(one.peer) for one in lines if one.whole_head is not None]
+    text = []
+    if lines:
+        text.append(
+            "Octavo's defaults: delayed scaling; the head's gradients in FP8, its output in bf16; fast accumulation in input "
+            "gradients."
+        )
+    if ratios:
+        ratio = " to ".join(sorted({f"{ratio:.2f}" for ratio in (min(ratios), max(ratios))}))
+        rows = "" if len(ratios) == len(compared) else f" ({len(ratios)} of {len(compared)} rows)"
+        text.append(
+            "With the head's output in FP8 and fast accumulation in weight gradients too, Octavo is "
+            f"{ratio} times as fast as the best peer{rows}."
+        )
     return text
 
 
-def _mark(line: Line) -> str:
-    """A dagger for entries that were timed one after the other."""
-    return "\N{DAGGER}" if line.octavo.get("interleaved") is False else ""
+def _order(compared: Sequence[Comparison]) -> str:
+    """The order in which entries were timed."""
+    marked = sum(map(_one_by_one, compared))
+    if marked == len(compared):
+        return "Entries were timed one after the other."
+    return f"Entries were timed in two alternating rounds{f' ({_DAGGER}: one after the other)' * bool(marked)}."
 
 
-def _link(line: Line, folder: Path) -> str:
-    return f"[JSON]({Path(os.path.relpath(line.path, folder)).as_posix()})"
+def _missing(compared: Sequence[Comparison]) -> list[str]:
+    """Settings of Transformer Engine that were not measured, and entries whose attention was wrong."""
+    text = []
+    for what, lacks in (("flash-attn-4", _lacks_flash), ("an FP8 head", _lacks_head)):
+        if without := [one for one in compared if lacks(one)]:
+            rows = "" if len(without) == len(compared) else f" for {'; '.join(shape_of(one.octavo) for one in without)}"
+            text.append(f"Not measured: Transformer Engine with {what}{rows}.")
+    wrong = [(row["entry"], one) for one in compared for row in one.rows if _WRONG in row.get("error", "")]
+    return text + [f"`{entry}` has no figure for {shape_of(one.octavo)}: its attention was wrong." for entry, one in wrong]
 
 
-def _below(lines: Sequence[Line]) -> str:
-    """Date, machine and conditions of all lines."""
-    day, torch = _read(lines[0].path)["date"][:10], _versions(line.machine.get("torch") for line in lines)
-    flash = _versions(line.machine.get("flash-attn-4") for line in lines)
-    times = "\N{MULTIPLICATION SIGN}"
-    parts = [
-        f"{times}: Octavo's speed, with its defaults, over that of the fastest entry of any peer in the same file. GiB: peak "
-        "memory."
-    ]
-    heads = [speed(line.head) / speed(line.peer) for line in lines if line.head is not None]
-    if heads:
-        shown = " to ".join(sorted({f"{ratio:.2f}" for ratio in (min(heads), max(heads))}))
-        parts.append(
-            "Octavo's defaults compute the head's gradients in FP8; with all three products of the head in FP8 and fast "
-            f"accumulation it is {shown} times as fast as these peers."
-        )
-    parts.append(
-        f"Measured on {day} on {_gpu(lines[0])}s with torch {torch}"
-        f"{f' and, for Octavo, flash-attn-4 {flash}' if flash else ''}."
-    )
-    alone = [line for line in lines if _mark(line)]
-    if len(alone) == len(lines):
-        parts.append("Entries ran one after the other.")
-    elif alone:
-        parts.append("Entries were timed in two alternating rounds; in rows with \N{DAGGER} one after the other.")
-    else:
-        parts.append("Entries were timed in two alternating rounds.")
-    if without := [line for line in lines if _lacks_flash(line)]:
-        every = "these runs" if len(without) == len(lines) else "; ".join(title_of(line.octavo) for line in without)
-        parts.append(f"Not measured in {every}: Transformer Engine with flash-attn-4.")
-    refused = [(row, line) for line in lines for row in line.rows if _WRONG in row.get("error", "")]
-    parts += [
-        f"`{row['entry']}` has no figure for {title_of(line.octavo)}, since its attention was wrong." for row, line in refused
-    ]
-    return " ".join(parts)
+def _versions(compared: Iterable[Comparison], package: str) -> str:
+    return " and ".join(sorted({str(one.machine[package]) for one in compared if one.machine.get(package)}))
 
 
-def _versions(found: Iterable[Any]) -> str:
-    return " and ".join(sorted({str(version) for version in found if version}))
+def _lacks_flash(one: Comparison) -> bool:
+    """True if Octavo's attention is FlashAttention-4's, and Transformer Engine was not measured with it."""
+    entries = [row["entry"] for row in one.rows if row["entry"].startswith("te-")]
+    octavo = "FlashAttention-4" in str(one.octavo.get("attention")) or bool(one.machine.get("flash-attn-4"))
+    return octavo and bool(entries) and not any("flash-attention" in entry for entry in entries)
 
 
-def _lacks_flash(line: Line) -> bool:
-    """True if Octavo's attention is FlashAttention-4's, and Transformer Engine was not tried with it."""
-    rows = [row["entry"] for row in line.rows if row["entry"].startswith("te-")]
-    ours = "FlashAttention-4" in str(line.octavo.get("attention")) or bool(line.machine.get("flash-attn-4"))
-    return ours and bool(rows) and not any("flash-attention" in entry for entry in rows)
+def _lacks_head(one: Comparison) -> bool:
+    """True if Octavo's head has products in FP8, and Transformer Engine was not measured with such a head."""
+    heads = [row.get("head") for row in one.rows if row["entry"].startswith("te-")]
+    return one.octavo.get("head") == "fp8" and bool(heads) and "fp8" not in heads
 
 
 if __name__ == "__main__":

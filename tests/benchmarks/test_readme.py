@@ -1,11 +1,12 @@
-"""The figure and the table of the README, from results written by hand."""
+"""The generated parts of the README, from results written by hand."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
-from benchmarks.readme import lines_of, main, named, rewrite
+from benchmarks.readme import comparisons, main, named, rewrite
 from octavo.errors import InputError
 
 PAGE = """# Page
@@ -80,44 +81,99 @@ def folder(tmp_path):
     return tmp_path
 
 
+def write(folder, *names):
+    """The page, rewritten from the named files."""
+    page = folder / "README.md"
+    assert main([str(page), *(str(folder / "benchmarks" / f"{name}.json") for name in names)]) == 0
+    return page.read_text()
+
+
+def figures(text):
+    return re.findall(r"\d[\d,.]*(?<![,.])", text)
+
+
+def cells(page, name):
+    """The row of a file, from its second cell on."""
+    (line,) = [line for line in page.splitlines() if line.startswith("|") and f"([JSON](benchmarks/{name}.json))" in line]
+    return line.removesuffix(" |").split(" | ")[1:]
+
+
+def part(page, name):
+    return page.split(f"<!-- The {name}: ")[1].split(" -->\n")[1].split("<!-- End")[0]
+
+
+def footnote(page):
+    return " ".join(part(page, "table").split("\n\n")[1].split())
+
+
 def test_ratios_are_to_the_best_peer_at_its_best_setting(folder):
-    files = [str(folder / "benchmarks" / f"{name}.json") for name in ("one", "vit", "two")]
-    assert main([str(folder / "README.md"), *files]) == 0
-    page = (folder / "README.md").read_text()
-    text = " ".join(page.split())
-    command = "python -m benchmarks.readme README.md benchmarks/one.json benchmarks/vit.json benchmarks/two.json"
-    assert page.count(f": {command} -->\n") == 2
-    times, setting = "\N{MULTIPLICATION SIGN}", "Transformer Engine 2.20.2, FP8 delayed, FP8 head, attention of flash-attn-4"
-    assert f"On one H100 it trains Llama-3.2-1B's shape, 4 {times} 4,096 tokens, at **96,000 tokens/s**: 1.20 times" in text
-    assert f"the fastest peer at its fastest setting ({setting}), in 24.0 GiB against 20.0." in text
-    assert f"([JSON](benchmarks/one.json)) | **96,000** | 80,000 | 1.200 | 24.0 and 20.0 | {setting} |" in page
-    assert "128 images ([JSON](benchmarks/vit.json)) | **880** | 800 | 1.101 | 0.0 and 0.0 | " in page
-    assert "with all three products of the head in FP8 and fast accumulation it is 1.24 times as fast" in text
+    page = write(folder, "one", "vit", "two")
+    bullet = " ".join(part(page, "figure").split())
+    assert bullet.startswith("* **Fast**")
+    assert "Llama-3.2-1B's shape at 96,000 tokens/s, 1.20 times" in bullet
+    assert "Transformer Engine 2.20.2" in bullet
+    assert figures(bullet.split(" at ")[1]) == ["96,000", "1.20", "2.20.2", "24.0", "20.0"]
+    assert cells(page, "one")[:4] == ["**96,000**", "80,000", "1.200", "24.0 and 20.0"]
+    assert cells(page, "vit")[:4] == ["**880**", "800", "1.101", "0.0 and 0.0"]
     # The fastest exchange of Octavo's beside the fastest of the peer's; a workload without a peer is left out.
-    shared = (
-        "| 2 GPUs: Llama-3.1-8B, 2 \N{MULTIPLICATION SIGN} 16,384 tokens of 2 GPUs together ([JSON](benchmarks/two.json)) | "
-    )
-    assert f"{shared}**12,000** | 10,000 | 1.200 | 3.0 and 2.5 | Transformer Engine" in page
-    assert "attention of flash-attn-4, a2a |" in page
+    assert cells(page, "two")[:4] == ["**12,000**", "10,000", "1.200", "3.0 and 2.5"]
+    times = "\N{MULTIPLICATION SIGN}"
+    assert f"| 2 GPUs: Llama-3.1-8B, 2 {times} 16,384 tokens of 2 GPUs together ([JSON]" in page
     assert page.count("[JSON]") == 3
-    assert "Measured on 2026-11-27 on H100s with torch 2.11.0 and, for Octavo, flash-attn-4 4.0.0b36." in text
-    assert "`te-delayed-flash-attention` has no figure for timm's ViT-Huge, 128 images, since its attention was wrong." in text
-    assert "Not measured" not in text
+    assert "Octavo, tokens or images/s per GPU |" in page
     assert "Text.\n" in page
     assert "old" not in page
+
+
+def test_parts_of_a_peers_setting_that_all_rows_share_are_in_the_footnote(folder):
+    page = write(folder, "one", "vit", "two")
+    shared = "Transformer Engine 2.20.2, FP8 with delayed scaling"
+    assert shared in footnote(page)
+    assert cells(page, "one")[4] == "FP8 head, flash-attn-4's attention"
+    assert cells(page, "vit")[4] == "bf16 head"
+    assert cells(page, "two")[4] == "bf16 head, flash-attn-4's attention, a2a"
+    page = write(folder, "one")
+    assert cells(page, "one")[4] == f"{shared}, FP8 head, flash-attn-4's attention"
+
+
+def test_the_footnote_has_the_conditions(folder):
+    said = footnote(write(folder, "one", "vit", "two"))
+    for fact in ("2026-11-27", "H100s", "torch 2.11.0", "flash-attn-4 4.0.0b36", "1.24 times", "1 of 3 rows"):
+        assert fact in said
+    assert re.search(r"`te-delayed-flash-attention` .* timm's ViT-Huge: .*wrong", said)
+    assert "Not measured" not in said
+    assert "\N{DAGGER}" not in said  # in each row Octavo's turns alternated
+    vit = [each | {"interleaved": False} for each in VIT]
+    (folder / "benchmarks" / "vit.json").write_text(json.dumps(document("vision", vit)))
+    page = write(folder, "one", "vit")
+    assert "\N{DAGGER}" in footnote(page)
+    assert [line.count("\N{DAGGER}") for line in page.splitlines() if "[JSON]" in line] == [0, 1]
+    assert "\N{DAGGER}" not in footnote(write(folder, "vit"))
+
+
+def test_the_markers_store_the_command(folder):
+    page = write(folder, "one", "vit", "two")
+    command = "python -m benchmarks.readme README.md benchmarks/one.json benchmarks/vit.json benchmarks/two.json"
+    assert page.count(f": {command} -->\n") == 2
     assert named(page) == (Path("README.md"), [Path("benchmarks") / f"{name}.json" for name in ("one", "vit", "two")])
     assert rewrite(page, *named(page), folder) == page
     assert main([str(folder / "README.md")]) == 0  # the files of its markers
     assert (folder / "README.md").read_text() == page
 
 
-def test_a_peer_that_lacks_the_attention_that_octavo_has_is_said(folder):
+@pytest.mark.parametrize(("part", "what"), [("flash-attention", "flash-attn-4"), ("fp8-head", "an FP8 head")])
+def test_settings_of_octavo_that_no_peer_was_measured_with_are_named(folder, part, what):
+    without = [each for each in ROWS if not (each["entry"].startswith("te-") and part in each["entry"])]
+    (folder / "benchmarks" / "one.json").write_text(json.dumps(document("one-gpu", without)))
+    assert f"Not measured: Transformer Engine with {what}." in footnote(write(folder, "one"))
+    both = footnote(write(folder, "one", "vit"))
+    assert f"Not measured: Transformer Engine with {what} for Llama-3.2-1B's shape." in both
+
+
+def test_the_best_peer_of_fewer_entries(folder):
     without = [each for each in ROWS if "flash-attention" not in each["entry"]]
     (folder / "benchmarks" / "one.json").write_text(json.dumps(document("one-gpu", without)))
-    assert main([str(folder / "README.md"), str(folder / "benchmarks" / "one.json")]) == 0
-    page = " ".join((folder / "README.md").read_text().split())
-    assert "Not measured in these runs: Transformer Engine with flash-attn-4." in page
-    assert "| 1.263 |" in page  # over te-delayed
+    assert cells(write(folder, "one"), "one")[1:3] == ["76,000", "1.263"]
 
 
 @pytest.mark.parametrize(
@@ -145,7 +201,7 @@ def test_a_peer_that_lacks_the_attention_that_octavo_has_is_said(folder):
 def test_what_is_no_one_table_is_refused(folder, capsys, change, message):
     (folder / "benchmarks" / "one.json").write_text(json.dumps(change))
     with pytest.raises(InputError, match=message):
-        lines_of([folder / "benchmarks" / "vit.json", folder / "benchmarks" / "one.json"])
+        comparisons([folder / "benchmarks" / "vit.json", folder / "benchmarks" / "one.json"])
     arguments = [str(folder / "README.md"), *(str(folder / "benchmarks" / f"{name}.json") for name in ("vit", "one"))]
     assert main(arguments) == 2
     assert (folder / "README.md").read_text() == PAGE
