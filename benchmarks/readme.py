@@ -2,9 +2,9 @@
 
     python -m benchmarks.readme README.md benchmarks/results/one-gpu-llama-1b.json benchmarks/results/one-gpu-vit-huge.json …
 
-rewrites each part of the page between its markers. The first marker of a part stores the command. The results must be of one
-day and one kind of GPU. Octavo's entry of a workload is its defaults; the best peer is the fastest entry of any other library
-in the same file. Workloads without a peer are left out.
+rewrites the parts of the page between their markers; a part's first marker stores the command. All results must be of one day
+and one kind of GPU. A workload's entry of Octavo is its defaults; the best peer is the fastest entry of any other library in
+the same file. Workloads without a peer are left out.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ WIDTH = 128
 SUITES = ("one-gpu", "sharded", "context", "vision")
 GIVE = f"JSON files of python -m benchmarks {', '.join(SUITES)}"
 DEFAULTS = ("octavo-default", "octavo-delayed-fast-input-fp8-head-backward")
-"""Octavo's defaults where an entry of the suite has that name."""
+"""Entries of Octavo's defaults for decoders; the first that the file has."""
 IMAGES = ("octavo-delayed-fast-input", "octavo-delayed")
-"""Octavo's defaults for vision models."""
+"""The same for vision models."""
 WHOLE_HEAD = "octavo-delayed-fast-fp8-head"
 """Octavo with all three products of the head in FP8, and fast accumulation in both gradients."""
 LIBRARIES = {"te-": ("Transformer Engine", "transformer-engine"), "ao-": ("torchao", "torchao"), "torch-": ("PyTorch", None)}
@@ -116,9 +116,9 @@ def comparisons(paths: Sequence[Path]) -> list[Comparison]:
 
 
 def generated(part: str, compared: Sequence[Comparison], folder: Path) -> str:
-    """The text of a part. folder: the page's, for relative links."""
+    """The text of a part. folder: that of the page, for relative links."""
     if part == "figure":
-        return fill(_figure(compared[0]), WIDTH, subsequent_indent="  ")
+        return fill(_figure(compared[0]), WIDTH, subsequent_indent="  ", break_on_hyphens=False)
     return "\n".join([*_table(compared, folder), "", fill(_footnote(compared), WIDTH, break_on_hyphens=False)])
 
 
@@ -285,7 +285,7 @@ def _gpu(one: Comparison) -> str:
 
 
 def _figure(one: Comparison) -> str:
-    """A list item on one comparison."""
+    """The bullet on speed."""
     octavo, peer = one.octavo, one.peer
     train = f"one {_gpu(one)} trains" if octavo["gpus"] == 1 else f"{octavo['gpus']} {_gpu(one)}s train"
     memory = f", in {octavo['peak_gib']:.1f} GiB instead of {peer['peak_gib']:.1f}" if octavo.get("peak_gib") else ""
@@ -305,9 +305,9 @@ def _table(compared: Sequence[Comparison], folder: Path) -> list[str]:
         octavo, peer = one.octavo, one.peer
         link = f"[JSON]({Path(os.path.relpath(one.path, folder)).as_posix()})"
         memory = [f"{row['peak_gib']:.1f}" if row.get("peak_gib") else _DASH for row in (octavo, peer)]
-        own = [part for part in setting(peer, one.machine) if part not in shared]
+        differing = [part for part in setting(peer, one.machine) if part not in shared]
         cells = [f"{title_of(octavo)}{_DAGGER * _one_by_one(one)} ({link})", f"**{speed(octavo):,.0f}**", f"{speed(peer):,.0f}"]
-        cells += [f"{speed(octavo) / speed(peer):.3f}", " and ".join(memory), ", ".join(own) or _DASH]
+        cells += [f"{speed(octavo) / speed(peer):.3f}", " and ".join(memory), ", ".join(differing) or _DASH]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
