@@ -40,9 +40,9 @@ TILES, TILES_OF_BLOCKS = Tiles(256, 128, 8, 3), Tiles(128, 128, 8, 3)
 # 256 columns of a float32 result and the pipeline take 272 KiB of shared memory, of which Hopper has 227.
 TILES_OF_FLOAT32 = Tiles(128, 128, 8, 4)
 _ROW_TILES_TOGETHER = 8
-# Products that Hopper's units add in 14 bits before the sum goes to a float32. In weight gradients 512 lose 0.006% of a sum,
-# where 128 lose 0.004% and all 4,096 of an expert 0.015%; bf16's rounding is 0.17%.
-_EXACT_SUMS, _EXACT_SUMS_OF_WEIGHTS = 128, 512
+# Products that Hopper's units add in 14 bits before the sum goes to a float32: 512 lose 0.006% of a sum, where 128 lose 0.004%
+# and all 4,096 of an expert 0.015%; bf16's rounding is 0.17%.
+_EXACT_SUMS = 512
 
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
@@ -56,7 +56,10 @@ def _products_of_rows(
     SCALES: tl.constexpr, SUMS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
     TOGETHER: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Persistent: each program computes tiles of 128 rows, which have one expert; several row tiles share columns in L2."""
+    """Persistent: each program computes tiles of 128 rows, which have one expert; several row tiles share columns in L2.
+
+    SUMS: products of a partial sum, a multiple of TILE_K; None for all.
+    """
     row_tiles = tl.load(ends_ptr + experts - 1) // TILE_M
     column_tiles = tl.cdiv(n, TILE_N)
     depth = tl.cdiv(k, TILE_K)
@@ -70,6 +73,7 @@ def _products_of_rows(
         expert = tl.load(experts_ptr + row_tile)
         row = row_tile * TILE_M
         total = tl.zeros([TILE_M, TILE_N], tl.float32)
+        partial = tl.zeros([TILE_M, TILE_N], tl.float32)
         r = row + tl.arange(0, TILE_M)
         c = column + tl.arange(0, TILE_N)
         for i in range(depth):
@@ -80,9 +84,15 @@ def _products_of_rows(
                 a_scale = tl.load(a_scale_ptr + i * rows + r)
                 b_at = (expert * tl.cdiv(n, 128) + tl.minimum(c, n - 1) // 128) * depth + i
                 b_scale = tl.load(b_scale_ptr + b_at)
-                total += tl.dot(a, b.T, max_num_imprecise_acc=SUMS) * a_scale[:, None] * b_scale[None, :]
+                total += tl.dot(a, b.T) * a_scale[:, None] * b_scale[None, :]
             else:
-                total = tl.dot(a, b.T, total, max_num_imprecise_acc=SUMS)
+                partial = tl.dot(a, b.T, partial)
+                if SUMS is not None:  # noqa: SIM102 - of constants and of numbers: the kernel has no branch without SUMS
+                    if (i * TILE_K) % SUMS == SUMS - TILE_K:
+                        total += partial
+                        partial = tl.zeros([TILE_M, TILE_N], tl.float32)
+        if SCALES != "block":
+            total += partial
         if SCALES == "tensor":
             total = total * (tl.load(a_scale_ptr + expert) * tl.load(b_scale_ptr + expert))
         if SCALES == "row":
@@ -198,7 +208,7 @@ def launch_weights(a: Operand, b: Operand, routes: Routes, out_dtype: torch.dtyp
     _products_of_weights[(programs,)](
         _descriptor(dy, TILE, tiles.depth), _descriptor(x, tiles.columns, tiles.depth),
         _descriptor(out, 1, TILE, tiles.columns), dy_scale, x_scale, routes.ends, rows, n, k, experts, programs,
-        SCALES=kind, SUMS=_EXACT_SUMS_OF_WEIGHTS if precise else None, TILE_M=TILE, TILE_N=tiles.columns, TILE_K=tiles.depth,
+        SCALES=kind, SUMS=_EXACT_SUMS if precise else None, TILE_M=TILE, TILE_N=tiles.columns, TILE_K=tiles.depth,
         TOGETHER=_ROW_TILES_TOGETHER, DTYPE=_DTYPES[out_dtype],
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
