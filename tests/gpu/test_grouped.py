@@ -7,6 +7,7 @@ import torch
 
 import octavo
 from octavo.kernels import gemm
+from octavo.nn import grouped as in_nn
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -57,6 +58,15 @@ def test_gpu_follows_cpu(recipe, splits, shape, bias):
     found, want = both(*shape, splits, RECIPES[recipe](), bias=bias)
     for name, tensor in want.items():
         # The scales are the same to the bit; FP8 leaves only the order of float32 sums, and a result in bfloat16.
+        near(found[name], tensor, 0.01, name)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("splits", [[128, 256, 64, 512], [0, 3, 0, 77]], ids=str)
+def test_large_experts_follow_the_cpu(recipe, splits, monkeypatch):
+    monkeypatch.setattr(in_nn, "_LARGE", 0.0)
+    found, want = both(256, 512, splits, RECIPES[recipe]())
+    for name, tensor in want.items():
         near(found[name], tensor, 0.01, name)
 
 

@@ -267,11 +267,13 @@ def test_routes_of_splits_are_those_of_sorted_tokens(splits, tile):
     assert (found.tile, found.splits) == (wanted.tile, wanted.splits)
 
 
-def test_bfloat16_in_one_launch_has_the_gradients_of_the_loop(monkeypatch):
+@pytest.mark.parametrize("large", [in_nn._LARGE, 0.0])
+def test_bfloat16_in_one_function_has_the_gradients_of_the_loop(large, monkeypatch):
     grouped, layers = make(3, 32, 16)
     x = plain.fresh(14, 32).bfloat16()
     want_y, want_dx = run(apart(layers), x, [5, 0, 9], None, 3)
     monkeypatch.setattr(gemm, "has_grouped_products", lambda device: True)
+    monkeypatch.setattr(in_nn, "_LARGE", large)
     monkeypatch.setattr(
         torch,
         "_grouped_mm",

@@ -29,8 +29,8 @@ from octavo.nn.linear import compute_dtype, init_linear_, product
 from octavo.nn.norm import check_input
 
 _LARGE = 0.7e12
-"""Operations of an expert's three products from which cuBLAS's single ones take longer than the host needs to launch them. They
-are faster than the grouped ones then, but for scales of rows: 8% with one scale, 40% with scales of blocks."""
+"""Operations of an expert's three products from which each takes longer than its launch. cuBLAS's single products are then
+faster than grouped ones, except with scales of rows, and need no stack of the weights."""
 
 
 class GroupedLinear(nn.Module):
@@ -151,8 +151,12 @@ def _run_together(x: Tensor, weights: Sequence[Tensor], states: Sequence[ModuleS
         return False
     if x.is_cuda and not (gemm.has_grouped_products(x.device) and all(n % gemm.ALIGNMENT == 0 for n in weights[0].shape)):
         return False
-    operations = 6 * x.shape[0] * weights[0].numel() / len(weights)
-    return operations < _LARGE or recipe.casts[Operand.WEIGHT].granularity is Granularity.ROW
+    return not _are_large(x, weights) or recipe.casts[Operand.WEIGHT].granularity is Granularity.ROW
+
+
+def _are_large(rows: Tensor, matrices: Sequence[Tensor]) -> bool:
+    """True if a single product takes longer than its launch."""
+    return 6 * len(rows) * matrices[0].numel() / len(matrices) >= _LARGE
 
 
 class _GroupedLinearFunction(torch.autograd.Function):
@@ -187,7 +191,7 @@ class _GroupedInBf16(torch.autograd.Function):
         weights, biases = parameters[: len(splits)], parameters[len(splits) :]
         ctx.splits = splits
         ctx.save_for_backward(x, *weights)
-        y = grouped_mm_of_splits(x, splits, _stacked(weights, x.dtype).transpose(1, 2))
+        y = _products(x, splits, weights, transposed=True)
         for part, bias in zip(y.split(splits), biases, strict=True):
             if bias is not None:
                 part.add_(bias.to(part.dtype))
@@ -203,12 +207,22 @@ class _GroupedInBf16(torch.autograd.Function):
             gemm.high_precision_mm(rows.t(), part, weight.dtype, recurring=False) if wanted else None
             for rows, part, weight, wanted in parts
         ]
-        dx = grouped_mm_of_splits(dy, ctx.splits, _stacked(weights, dy.dtype)) if ctx.needs_input_grad[0] else None
+        dx = _products(dy, ctx.splits, weights) if ctx.needs_input_grad[0] else None
         return dx, None, *dw, *_bias_gradients(ctx, 2, dy)
 
 
-def _stacked(weights: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
-    return torch.stack([weight.to(dtype) for weight in weights if weight is not None])
+def _products(rows: Tensor, splits: list[int], weights: Sequence[Tensor | None], *, transposed: bool = False) -> Tensor:
+    """The rows [M, C] of each expert times its weight [C, N], or if transposed its weight [N, C]: [M, N], in their dtype."""
+    matrices = [weight.to(rows.dtype) for weight in weights if weight is not None]
+    if not _are_large(rows, matrices):
+        stacked = torch.stack(matrices)
+        return grouped_mm_of_splits(rows, splits, stacked.transpose(1, 2) if transposed else stacked)
+    matrices = [matrix.t() for matrix in matrices] if transposed else matrices
+    out = rows.new_empty(len(rows), matrices[0].shape[1])
+    for part, matrix, result in zip(rows.split(splits), matrices, out.split(splits), strict=True):
+        if len(part):
+            gemm.high_precision_mm(part, matrix, out.dtype, recurring=False, out=result)
+    return out
 
 
 def _bias_gradients(ctx: Any, others: int, dy: Tensor) -> list[Tensor | None]:
