@@ -87,7 +87,7 @@ class Slot:
         self.fp8_max = fp8_max
         self.offered = False
         """Allocated by an autocast, which does not know its layers yet; not recorded until a layer of its model has run."""
-        self.position = torch.tensor([buffer.number, index])
+        self.position = torch.tensor([buffer.number, index], device="cpu")
         """Number of the buffer and index in it, for `cast_delayed`: int64 [2] on the CPU."""
         self._of: Tensor | None = None  # the history that these are views of
         self._views: tuple[Tensor, Tensor]
@@ -160,7 +160,8 @@ class ScaleBuffer:
         self.device = device
         self.number = next(process.numbers)
         process.scale_buffers[self.number] = self
-        self.scale = torch.full((_FIRST_CAPACITY,), math.nan, device=device)
+        make: dict[str, Any] = {"dtype": torch.float32, "device": device}  # whatever torch.set_default_dtype says
+        self.scale = torch.full((_FIRST_CAPACITY,), math.nan, **make)
         self.begun_from = [_NEVER] * _FIRST_CAPACITY
         """By index of a slot: number of the first session in which all its entries have begun, so that it reads no flag."""
         self.partly_from = [_NEVER] * _FIRST_CAPACITY
@@ -168,8 +169,8 @@ class ScaleBuffer:
         self.waiting: dict[int, Waiting] = {}
         """By index of a slot: entries that may get their first scale in the next update."""
         self._pending: tuple[Tensor, torch.cuda.Event, dict[int, Waiting]] | None = None  # flags being copied to the host
-        self.history = torch.zeros(policy.length, _FIRST_CAPACITY, device=device)
-        self.fp8_max = torch.ones(_FIRST_CAPACITY, device=device)
+        self.history = torch.zeros(policy.length, _FIRST_CAPACITY, **make)
+        self.fp8_max = torch.ones(_FIRST_CAPACITY, **make)
         self.saturated = torch.zeros(_FIRST_CAPACITY, dtype=torch.bool, device=device)
         self.slots: weakref.WeakSet[Slot] = weakref.WeakSet()
         self._copied_scale: tuple[object, Tensor] | None = None

@@ -191,9 +191,8 @@ class GroupedGemms(ExpertsGemms):
     def weights(self, weights: Sequence[Tensor]) -> QuantizedTensor:
         """As `LinearQuantizer.weight`. Micro-batches share all of these matrices or none."""
         states = [each.state for each in self._each]
-        cached = [state.weight_cache for state in states if state.weight_cache is not None]
-        if self.first is False and len(cached) == len(states) and (stacked := _stacked(cached)) is not None:
-            return stacked
+        if self.first is False and any(state.weight_cache is not None for state in states):
+            return _stacked([each._weight_in_both(weight) for each, weight in zip(self._each, weights, strict=True)])
         once = self.first is None and has_one_scale(self.recipe)
         if once:
             pairs = zip(self._each, weights, strict=True)
@@ -280,21 +279,23 @@ class GroupedGemms(ExpertsGemms):
         return parts
 
 
-def _stacked(parts: Sequence[QuantizedTensor]) -> QuantizedTensor | None:
-    """The stack of which these are the matrices, without a copy; None if they are of several."""
+def _stacked(matrices: Sequence[QuantizedTensor]) -> QuantizedTensor:
+    """The stack of matrices: without a copy if they are views of one."""
     stacks: list[Tensor | None] = []
-    for tensors in zip(*parts, strict=True):
-        there = [tensor for tensor in tensors if tensor is not None]
-        if there:
-            first = there[0]
-            begin, size, storage = first.storage_offset(), first.numel(), first.untyped_storage().data_ptr()
-            for i, tensor in enumerate(there):
-                if tensor.untyped_storage().data_ptr() != storage or tensor.storage_offset() != begin + i * size:
-                    return None
-            stacks.append(first.as_strided((len(there), *first.shape), (size, *first.stride()), begin))
-        else:
-            stacks.append(None)
+    for tensors in zip(*matrices, strict=True):
+        parts = [part for part in tensors if part is not None]
+        stacks.append(_stack(parts) if parts else None)
     return QuantizedTensor(*stacks)
+
+
+def _stack(parts: Sequence[Tensor]) -> Tensor:
+    first = parts[0]
+    storage, begin, size = first.untyped_storage().data_ptr(), first.storage_offset(), first.numel()
+    places = [(part.untyped_storage().data_ptr(), part.storage_offset()) for part in parts]
+    if places == [(storage, begin + i * size) for i in range(len(parts))]:
+        return first.as_strided((len(parts), *first.shape), (size, *first.stride()), begin)
+    bits = [part.contiguous().view(torch.uint8 if part.itemsize == 1 else part.dtype) for part in parts]
+    return torch.stack(bits).view(first.dtype)
 
 
 def _cast_together(producer: Producer, noted: Sequence[_Noted]) -> QuantizedTensor:

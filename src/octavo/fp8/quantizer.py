@@ -375,7 +375,7 @@ class LinearQuantizer:
         """The amax of an operand, float32 [], or of each expert [E]."""
         if isinstance(producer, DenseOperand):
             return amax(producer.matrix)
-        largest = torch.zeros(self._scales, device=self.device)
+        largest = torch.zeros(self._scales, dtype=torch.float32, device=self.device)
         producer(Quantizer(dtype, fp8_max, amax=largest, rowwise=False))
         return largest
 

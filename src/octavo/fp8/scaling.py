@@ -266,7 +266,7 @@ def fill(slot: Slot, scale: Tensor, history: Tensor) -> None:
 
 def reset(slot: Slot) -> None:
     """Reset a slot: no scale, and an empty history."""
-    fill(slot, torch.tensor(math.nan), torch.zeros(1))
+    fill(slot, slot.buffer.scale.new_tensor(math.nan), slot.buffer.scale.new_zeros(1))
 
 
 def wait_to_begin(

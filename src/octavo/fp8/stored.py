@@ -104,7 +104,7 @@ class Stored:
         each = (len(weight) if height is None else height) // len(stacked)
         parts = list(_of_matrices(first, first + len(weight), each)) if len(weight) else []
         if self.one_scale:
-            largest = torch.zeros(len(stacked), device=weight.device)
+            largest = torch.zeros(len(stacked), dtype=torch.float32, device=weight.device)
             for index, rows in parts:
                 largest[index] = cast_scaled.amax(weight[rows.start - first : rows.stop - first])
             if join is not None:

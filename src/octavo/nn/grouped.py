@@ -58,6 +58,8 @@ class GroupedLinear(nn.Module):
     ) -> None:
         super().__init__()
         check("GroupedLinear", others, GroupedLinear.__init__)
+        if num_gemms < 1:
+            raise InputError(f"GroupedLinear: num_gemms = {num_gemms}, but a layer has 1 expert or more.")
         self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
         self.return_bias, self.init_method = return_bias, init_method
         self.draws = Draws(get_rng_state_tracker, rng_tracker_name)
@@ -117,7 +119,7 @@ class GroupedLinear(nn.Module):
         together = x.shape[0] > 0 and all(other == recipe for other in recipes)
         if together and recipe is None and takes_groups(x.device, dtype, weights) and autocast.measured() is None:
             return _GroupedInBf16.apply(x.to(dtype), splits, *weights, *biases)
-        if together and recipe is not None and _run_together(x, weights, states, recipe):
+        if together and recipe is not None and _run_together(x, weights, biases, states, recipe):
             routes = routes_of_splits(splits, x.device)
             gemms = GroupedGemms(states, weights, splits, routes, recipe, dtype, first)
             return _GroupedLinearFunction.apply(x, splits, gemms, *weights, *biases)
@@ -143,9 +145,15 @@ class GroupedLinear(nn.Module):
         return f"num_gemms={self.num_gemms}, in_features={self.in_features}, out_features={self.out_features}, bias={bias}"
 
 
-def _run_together(x: Tensor, weights: Sequence[Tensor], states: Sequence[ModuleState], recipe: Recipe) -> bool:
+def _run_together(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], states: Sequence[ModuleState], recipe: Recipe
+) -> bool:
     """True if one launch casts or multiplies for all experts in FP8: on Hopper, and in plain PyTorch on a CPU."""
-    if x.dtype == torch.float64 or len({weight.dtype for weight in weights}) > 1:
+    dtypes = {weight.dtype for weight in weights}
+    if len(dtypes) > 1 or torch.float64 in (x.dtype, *dtypes) or len({bias is None for bias in biases}) > 1:
+        return False
+    # The output's gradient of a frozen expert is cast, and recorded, for the input's gradient alone.
+    if not x.requires_grad and len({weight.requires_grad for weight in weights}) > 1:
         return False
     if any(state.gathered is not None or state.stored is not None for state in states):  # cast already
         return False

@@ -102,7 +102,7 @@ def _agreeing(known: Any) -> Any:
 
 def _join(found: dict[torch.device, Tensor]) -> None:
     """Replace the flags, 1.0 for an infinity or NaN among a device's gradients, by the largest of all ranks. Collective."""
-    largest = torch.zeros((), device=ranks.device)
+    largest = torch.zeros((), dtype=torch.float32, device=ranks.device)
     for flag in found.values():
         largest = torch.maximum(largest, flag.amax().to(largest.device))
     dist.all_reduce(largest, dist.ReduceOp.MAX)

@@ -12,8 +12,10 @@ Legend: T tokens, K experts per token (top-k), E experts, R rows.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -65,7 +67,7 @@ class Routes:
     def bounds(self) -> list[tuple[int, int]]:
         """First row and end of each expert; only if rows are exact."""
         assert self.splits is not None
-        ends = torch.tensor(self.splits).cumsum(0).tolist()
+        ends = itertools.accumulate(self.splits)
         return [(end - count, end) for end, count in zip(ends, self.splits, strict=True)]
 
 
@@ -183,14 +185,15 @@ def routes_of_splits(splits: Sequence[int], device: torch.device, tile: int | No
     tile: `TILE` or 1; the device's if None. With 1, or with splits of whole tiles, no row moves.
     """
     tile = tile_of_device(device) if tile is None else tile
-    counts = torch.tensor(splits)
+    host: dict[str, Any] = {"dtype": torch.int64, "device": "cpu"}
+    counts = torch.tensor(splits, **host)
     padded = (counts + (tile - 1)) // tile * tile
     ends = padded.cumsum(0)
     before = (ends - padded) - (counts.cumsum(0) - counts)  # rows of zeros before an expert's first row
-    tokens = torch.arange(int(counts.sum()))
+    tokens = torch.arange(sum(splits), **host)
     rows = tokens + before.repeat_interleave(counts)
-    of_rows = torch.full((int(padded.sum()),), -1).index_copy_(0, rows, tokens)
-    of_tiles = torch.arange(len(splits)).repeat_interleave(padded // tile)
+    of_rows = torch.full((int(padded.sum()),), -1, **host).index_copy_(0, rows, tokens)
+    of_tiles = torch.arange(len(splits), **host).repeat_interleave(padded // tile)
     parts = of_rows, rows, of_tiles, ends
     of_rows, rows, of_tiles, ends = on_device(torch.cat(parts), device, torch.int32).split([len(part) for part in parts])
     return Routes(of_rows, rows[:, None], of_tiles, ends, tile, tuple(splits) if tile == 1 else None)
@@ -198,5 +201,5 @@ def routes_of_splits(splits: Sequence[int], device: torch.device, tile: int | No
 
 def on_device(numbers: Tensor | Sequence[int], device: torch.device, dtype: torch.dtype) -> Tensor:
     """Numbers of the host, copied without waiting for the device."""
-    numbers = torch.as_tensor(numbers, dtype=dtype)
+    numbers = torch.as_tensor(numbers, dtype=dtype, device="cpu")
     return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers

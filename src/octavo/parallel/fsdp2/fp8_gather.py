@@ -195,7 +195,9 @@ class _SharedWeight:
         # (scale, 1 / scale) of forwards without gradients, and of those with, whose backward recasts with it. Written in place:
         # another stream may still read the last value of a tensor that is dropped.
         count = [] if state.experts is None else [len(self.matrices)]
-        self.scales = [tuple(torch.ones(count, device=parameter.device) for _ in range(2)) for _ in range(2)]
+        self.scales = [
+            tuple(torch.ones(count, dtype=torch.float32, device=parameter.device) for _ in range(2)) for _ in range(2)
+        ]
         self.scale, self.scale_inv = self.scales[True]
 
     def wanted(self, around: Recipe | None) -> Cast | None:
