@@ -195,6 +195,120 @@ def test_recomputation_repeats_it(recipe):
         assert torch.equal(one.grad, other.grad), name
 
 
+@pytest.mark.one_of(3)
+@pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise", "block"])
+@pytest.mark.parametrize("value", [0.0, torch.nan, torch.inf])
+@pytest.mark.parametrize("where", ["input", "weight"])
+def test_an_odd_value_of_one_expert_reaches_no_other(recipe, value, where):
+    grouped, layers = make(3, 32, 16)
+    recipe = RECIPES[recipe]()
+    for step in range(3):
+        x = plain.fresh(14, 32, seed=step)
+        with torch.no_grad():
+            for tensor in (x[5:7],) if where == "input" else (grouped.weight1, layers[1].weight):
+                tensor.fill_(value if step == 1 else 0.5)
+        found = run(grouped, x, [5, 2, 7], recipe, step)
+        wanted = run(apart(layers), x, [5, 2, 7], recipe, step)
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+        for i in (0, 2):
+            assert torch.equal(getattr(grouped, f"weight{i}").grad, layers[i].weight.grad)
+        for i, layer in enumerate(layers):
+            for operand, entry in octavo.fp8.inspect(layer).items():
+                mine = octavo.fp8.inspect(grouped)[f"weight{i}"][operand]
+                for key in ("scale", "amax_history"):
+                    torch.testing.assert_close(mine[key], entry[key], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise", "block"])
+def test_micro_batches_in_any_order_and_evaluations_between_them(recipe):
+    grouped, layers = make(3, 32, 16)
+    recipe = RECIPES[recipe]()
+    for step, first in enumerate([False, True, None, False, False, True, False]):
+        x, splits = plain.fresh(14, 32, seed=step), [[5, 0, 9], [0, 7, 7]][step % 2]
+        y, dx = run(grouped, x, splits, recipe, step, is_first_microbatch=first)
+        want_y, want_dx = run(apart(layers), x, splits, recipe, step, first=first)
+        assert torch.equal(y, want_y)
+        assert torch.equal(dx, want_dx)
+        assert_alike(grouped, layers)
+        with torch.no_grad():
+            for parameter in (*grouped.parameters(), *(p for layer in layers for p in layer.parameters())):
+                parameter.mul_(1.5)
+            with octavo.fp8_autocast(fp8_recipe=recipe):
+                assert torch.equal(grouped(x, splits), apart(layers)(x, splits))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_backwards_after_later_forwards(recipe):
+    """Each backward has the scales of its own forward, whatever the recipes of those after it; also a repeated one."""
+    grouped, layers = make(3, 32, 16)
+    recipes, found = [RECIPES[recipe](), octavo.recipe.CurrentScaling(), RECIPES[recipe]()], []
+    for module in (grouped, apart(layers)):
+        calls = []
+        for call, each in enumerate(recipes):
+            x = (plain.fresh(14, 32, seed=call) * 3**call).requires_grad_()
+            with octavo.fp8_autocast(enabled=each is not None, fp8_recipe=each):
+                calls.append((x, module(x, [[5, 0, 9], [2, 12, 0]][call % 2])))
+        for _, y in (*reversed(calls), calls[0]):
+            y.backward(plain.fresh(14, 16), retain_graph=True)
+        found.append([tensor for x, y in calls for tensor in (x.grad, y)])
+    assert all(map(torch.equal, *found))
+    assert_alike(grouped, layers)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_rows_and_gradients_in_any_layout(recipe):
+    grouped, layers = make(3, 32, 16)
+    x, found = plain.fresh(32, 14), []
+    for module in (grouped, apart(layers)):
+        rows = x.clone().t().requires_grad_()
+        with octavo.fp8_autocast(enabled=recipe != "none", fp8_recipe=RECIPES[recipe]()):
+            y = module(rows, [5, 0, 9])
+        y.mul_(2)
+        y.sum().backward()
+        found.append([y, rows.grad])
+    assert all(map(torch.equal, *found))
+    assert_alike(grouped, layers)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_gradient_changed_in_place_changes_no_other(recipe):
+    """As an optimizer inside the backward does."""
+    grouped, layers = make(3, 32, 16)
+    pairs = [(getattr(grouped, f"weight{i}"), layer.weight) for i, layer in enumerate(layers)]
+    for weight in (weight for pair in pairs for weight in pair):
+        optimizer = torch.optim.SGD([weight], 0.1, momentum=0.9)
+
+        def update(weight, optimizer=optimizer):
+            weight.grad.mul_(3)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        weight.register_post_accumulate_grad_hook(update)
+    for step in range(3):
+        for module in (grouped, apart(layers)):
+            run(module, plain.fresh(14, 32, seed=step), [5, 0, 9], RECIPES[recipe](), step)
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
+def test_a_copy_between_micro_batches_has_its_own_weight(recipe):
+    grouped, layers = make(3, 32, 16)
+    recipe, x = RECIPES[recipe](), plain.fresh(14, 32)
+    run(grouped, x, [5, 0, 9], recipe, 0, is_first_microbatch=True)
+    run(apart(layers), x, [5, 0, 9], recipe, 0, first=True)
+    twin, others = copy.deepcopy(grouped), copy.deepcopy(layers)
+    with torch.no_grad():
+        for parameter in (*twin.parameters(), *(p for layer in others for p in layer.parameters())):
+            parameter.mul_(2)
+    for one, many in ((grouped, layers), (twin, others)):
+        y, dx = run(one, x, [5, 0, 9], recipe, 1, is_first_microbatch=False)
+        want_y, want_dx = run(apart(many), x, [5, 0, 9], recipe, 1, first=False)
+        assert torch.equal(y, want_y)
+        assert torch.equal(dx, want_dx)
+        assert_alike(one, many)
+
+
 @pytest.mark.parametrize("splits", [[4, 0, 5], (4, 0, 5), torch.tensor([4, 0, 5]), torch.tensor([4, 0, 5], dtype=torch.int32)])
 def test_splits_in_any_form_and_dimensions_in_front(splits):
     grouped, _ = make(3, 32, 16)
