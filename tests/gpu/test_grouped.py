@@ -130,3 +130,51 @@ def test_one_launch_equals_the_loop(recipe, splits, dtype, monkeypatch):
                 for key in ("scale", "amax_history"):
                     mine = octavo.fp8.inspect(layer)[name][operand][key]
                     assert entry[key] is None or torch.equal(mine, entry[key]), f"{name} {operand} {key}"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_graph_repeats_the_steps_whatever_the_host_writes_in_between(recipe):
+    splits = [300, 0, 212]
+    torch.manual_seed(6)
+    eager = octavo.nn.GroupedLinear(3, 256, 512, device="cuda")
+    recorded = copy.deepcopy(eager)
+    scaling = RECIPES[recipe]()
+    x = torch.randn(512, 256, device="cuda", dtype=torch.bfloat16)
+
+    def loss_of(layer):
+        def loss(x):
+            with octavo.fp8_autocast(enabled=scaling is not None, fp8_recipe=scaling):
+                return layer(x, splits).float().square().mean()
+
+        return loss
+
+    graph = octavo.graphed(loss_of(recorded), recorded.parameters())
+    for step in range(10):
+        rows = x * (1 + step / 10)
+        eager.zero_grad()
+        want = loss_of(eager)(rows)
+        want.backward()
+        recorded.zero_grad()
+        found = graph(rows)
+        reused = [torch.arange(9000 + i, dtype=torch.int32).pin_memory() for i in range(8)]
+        near(found.detach(), want.detach(), 0.005, "loss")
+        for (name, one), other in zip(eager.named_parameters(), recorded.parameters(), strict=True):
+            near(other.grad, one.grad, 0.01, f"{name} in step {step}")
+        del reused
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_default_dtype_and_device_change_nothing(recipe):
+    torch.manual_seed(8)
+    layer = octavo.nn.GroupedLinear(3, 256, 128)
+    twin = copy.deepcopy(layer)
+    want = run(layer, "cuda", [128, 3, 77], RECIPES[recipe](), torch.bfloat16)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        twin.cuda()
+        x = torch.randn(208, 256, generator=torch.Generator().manual_seed(7), dtype=torch.float32).bfloat16().cuda()
+        with torch.device("cuda"), octavo.fp8_autocast(enabled=recipe != "none", fp8_recipe=RECIPES[recipe]()):
+            y = twin(x, [128, 3, 77])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(y, want["y"])

@@ -116,7 +116,9 @@ class GroupedLinear(nn.Module):
         states: list[ModuleState] = [getattr(self, f"weight{i}_fp8_state") for i in range(self.num_gemms)]
         recipes = [active_recipe(state, x.device) for state in states]
         recipe = recipes[0]
-        together = x.shape[0] > 0 and all(other == recipe for other in recipes)
+        # A CUDA graph would copy splits and addresses again, from memory that the host has reused.
+        recorded = x.is_cuda and torch.cuda.is_current_stream_capturing()
+        together = x.shape[0] > 0 and not recorded and all(other == recipe for other in recipes)
         if together and recipe is None and takes_groups(x.device, dtype, weights) and autocast.measured() is None:
             return _GroupedInBf16.apply(x.to(dtype), splits, *weights, *biases)
         if together and recipe is not None and _run_together(x, weights, biases, states, recipe):
