@@ -160,6 +160,26 @@ def test_figures_of_the_page_on_performance_are_in_benchmarks():
     assert f"accumulate precisely, {min(rest):.0f} to {max(rest):.0f}% longer" in text
 
 
+def test_figures_of_grouped_layers_are_in_benchmarks():
+    text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    table = text.split("### GroupedLinear")[1].split("\n## ")[0]
+    found = {}
+    for row in rows_of("grouped-linear"):
+        found.setdefault((row["workload"], row["recipe"]), {})[row["entry"]] = row
+    for (_, recipe), rows in found.items():
+        one, times = rows["octavo"], {name: f"{row['ms']:.2f}" for name, row in rows.items()}
+        if recipe == "rowwise":  # never one after the other
+            del times["octavo-single"]
+        experts = f"{one['experts']} of {one['columns_in']:,} \u00d7 {one['columns_out']:,}"
+        cells = [
+            experts,
+            f"{one['rows']:,}",
+            recipe,
+            *(times.get(name, "\u2013") for name in ("octavo", "octavo-single", "te")),
+        ]
+        assert f"| {' | '.join(cells)} |\n" in table
+
+
 @pytest.mark.parametrize(
     "name", ["one-gpu-llama-1b-beside-te", "one-gpu-llama-8b-8layers", "one-gpu-llama2-7b-8layers", "one-gpu-vit-huge"]
 )
