@@ -28,7 +28,7 @@ if not torch.cuda.is_available():
     torch.cuda.manual_seed_all = torch.xpu.manual_seed_all = torch.mtia.manual_seed_all = lambda seed: None
     with contextlib.suppress(ModuleNotFoundError):  # Triton is of Linux alone
         import quick_interpreter  # noqa: F401
-
+import quick_runs  # noqa: E402, F401
 
 SEED = int(os.environ.get("OCTAVO_TEST_SEED", "0"))
 """Of every draw of the tests: the same draws on each machine and in any order, and others for a number that is given."""

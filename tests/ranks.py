@@ -39,6 +39,7 @@ multiprocessing.set_forkserver_preload(
         *("torch", "torch.distributed.fsdp", "torch.distributed.launcher.api"),
         *("transformers", "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama"),
         *("pytest", "torch.profiler"),  # `ranks` itself imports pytest: 0.1 to 0.5 seconds a rank
+        "tests.quick_runs",  # before the trainer
         *("octavo.train.trainer", "octavo.parallel.world", "octavo.cli"),
         *("matplotlib.figure", "matplotlib.backends.backend_agg", "mpl_toolkits.mplot3d"),  # of a run's plots
     ]

@@ -7,8 +7,11 @@ import pytest
 from matplotlib.image import imread
 
 from octavo.cli import main
+from octavo.run import plots
 from octavo.run.compare import compare
-from octavo.run.plots import comparison_figure, draw_comparison, plot_run, run_figure
+from octavo.run.plots import comparison_figure, draw_comparison, run_figure
+
+plot_run = plots.plot_run.__wrapped__  # which draws
 
 RUN_TOML = """\
 [model]
