@@ -42,7 +42,7 @@ def sharded(degrees=None, seed=0, **sizes):
     if world.state.world_size > 1:
         for part in (*model.layers, model):
             fully_shard(part, mesh=world.state.shard_mesh)
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
 
 def train(model, optimizer, steps, first=0):

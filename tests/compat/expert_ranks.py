@@ -24,7 +24,7 @@ def mixtral(tsm, degrees):
         model = tsm.transform(model, config=MoEConfig(moe_load_balancing="aux_loss"))
     initer = DelayedParamIniter(model)
     model = FullyShardedDataParallel(model, param_init_fn=initer.get_param_init_fn())
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
 
 def step(model, optimizer, number):

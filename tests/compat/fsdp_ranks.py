@@ -95,7 +95,7 @@ def steps(model, samples, count=2, part=None, fp8=False):
     """(loss, norm of the gradient) of some steps; part: this rank's tokens of a sequence, as SMP's examples take them."""
     from transformer_engine.pytorch import fp8_autocast
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     rows = []
     for number in range(count):
         ids = batch(number, samples)
@@ -115,7 +115,7 @@ def on_one_rank():
     with octavo.delayed_init():
         model = AutoModelForCausalLM.from_config(LlamaConfig(**TINY))
     model = octavo.transform(model, dtype=torch.float32, params_dtype=torch.float32, device="cpu")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     rows = []
     for number in range(2):
         ids = batch(number, slice(0, 4))
@@ -253,7 +253,7 @@ def states(tsm, mine, folder):
         ("file", by_file),
     ):
         other = sharded(tsm)
-        fresh = torch.optim.AdamW(other.parameters(), lr=5.0)
+        fresh = torch.optim.AdamW(other.parameters(), lr=5.0, fused=True)
         found |= how(tsm, model, optimizer, other, fresh, folder)
         pairs = list(zip(model.parameters(), other.parameters(), strict=True))
         same = all(torch.equal(a.to_local(), b.to_local()) for a, b in pairs)

@@ -42,7 +42,7 @@ def alone():
     """The same steps of transformers' model in one process."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(LlamaConfig(**TINY))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     rows = []
     for number in range(4):
         ids = batch(number, slice(0, SAMPLES))
@@ -73,7 +73,7 @@ def train_and_resume(folder, degree, strategy, hosts, transformed=False):
     def made():
         strategy_ = ShardingStrategy[strategy]
         model = sharded(tsm, sharding_strategy=strategy_) if transformed else _model(strategy_)
-        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
     model, optimizer = made()
     rows = _steps(model, optimizer, range(2))

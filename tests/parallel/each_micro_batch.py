@@ -43,7 +43,7 @@ def prepared(degrees, shape, *, sync, dtype=torch.float32, freeze=(), **options)
 def train(degrees, shape, dtype, recipe, *, sync, own_loop=False, steps=2, skip=None, **options):
     """Of each step: losses, the norm, whole gradients by name, FP8 records, bytes between micro-batches; then the weights."""
     model = prepared(degrees, shape, sync=sync, dtype=dtype, **options)
-    optimizer = torch.optim.AdamW(octavo.parameter_groups(model, 0.1), lr=1e-3, eps=1e-4)
+    optimizer = torch.optim.AdamW(octavo.parameter_groups(model, 0.1), lr=1e-3, eps=1e-4, fused=True)
     draw, found = torch.Generator().manual_seed(1), []
     scaler = octavo.recipe.DelayedScaling() if recipe == "delayed" else octavo.recipe.CurrentScaling()
     for step in range(steps):

@@ -76,7 +76,7 @@ def train(degrees, dtype, recipe, micro_batches, *, steps=10, settings=None, siz
         world.init(degrees)
     recipe = None if recipe is None else RECIPES[recipe]()
     model = build(dtype, recipe, settings=settings, sizes=sizes, **options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     draw = torch.Generator().manual_seed(1)
     found = []
     for _ in range(steps):

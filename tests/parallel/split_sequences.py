@@ -232,7 +232,7 @@ def fp8_steps(
         world.init(degrees)
     chosen = None if recipe is None else RECIPES[recipe]()
     model = build(strategy, recipe=chosen, split=split and dist.is_initialized(), recompute=recompute, offload=offload)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
     given = inputs(case, world.state.device)
     mine = own_samples(given) if split else given
     count = (given["labels"][:, 1:] != -100).sum().item()

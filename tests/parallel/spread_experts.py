@@ -92,7 +92,7 @@ def trained(degrees, seed=0):
     """A mixture after two steps in FP8, and its optimizer."""
     world.init(degrees)
     model = sharded.build(torch.float32, RECIPES["delayed"](), seed=seed, sizes=EXPERTS)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     steps(model, optimizer, 2)
     return model, optimizer
 

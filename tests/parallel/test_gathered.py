@@ -150,7 +150,7 @@ def trained(asked, memories, *, delayed=True):
         torch.manual_seed(0)
         model = LlamaForCausalLM(config)
     model = octavo.transform(model, dtype=torch.bfloat16)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     ids = torch.arange(48).view(2, 2, 12)[world.state.rank] % 17
     losses = []
     for _ in range(3):
