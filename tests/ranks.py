@@ -41,7 +41,8 @@ multiprocessing.set_forkserver_preload(
         *("pytest", "torch.profiler"),  # `ranks` itself imports pytest: 0.1 to 0.5 seconds a rank
         "tests.quick_runs",  # before the trainer
         *("octavo.train.trainer", "octavo.parallel.world", "octavo.cli"),
-        *("matplotlib.figure", "matplotlib.backends.backend_agg", "mpl_toolkits.mplot3d"),  # of a run's plots
+        *("matplotlib.figure", "mpl_toolkits.mplot3d"),  # of a run's plots
+        *("rich._emoji_codes", "encodings.utf_8_sig"),
     ]
 )
 
