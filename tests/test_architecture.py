@@ -6,6 +6,7 @@ Imports are read from the syntax tree, so that one inside a function counts as m
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import subprocess
 import sys
@@ -109,6 +110,7 @@ CACHED = {
 _CHANGES = {"append", "add", "update", "clear", "pop", "popitem", "setdefault", "extend", "insert", "remove", "discard"}
 
 FILES = sorted(SOURCE.rglob("*.py"))
+parsed = functools.cache(ast.parse)
 LINE_OF = {component: number for number, line in enumerate(LAYERS) for component in line}
 
 
@@ -143,7 +145,7 @@ def violations(component: str, source: str) -> list[str]:
     """What the imports of a file of this component break, one sentence each."""
     return [
         f"line {line}: {component} imports {name}: {fault}"
-        for line, name in imports(ast.parse(source))
+        for line, name in imports(parsed(source))
         if (fault := fault_of(component, name))
     ]
 
@@ -186,13 +188,13 @@ def may_import(component: str) -> str:
 
 def modules_imported(source: str, modules: set[str]) -> set[str]:
     """The modules of `modules` that a source imports from, anywhere; a package stands for its `__init__`."""
-    plain = {alias.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import) for alias in node.names}
+    plain = {alias.name for node in ast.walk(parsed(source)) if isinstance(node, ast.Import) for alias in node.names}
     return (plain & modules) | taken_from(source, modules)
 
 
 def taken_from(source: str, modules: set[str]) -> set[str]:
     """Of these the modules whose names, or which themselves, are imported by `from … import …`."""
-    froms = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
+    froms = [node for node in ast.walk(parsed(source)) if isinstance(node, ast.ImportFrom)]
     names = [(str(node.module), f"{node.module}.{alias.name}") for node in froms for alias in node.names]
     return {name if name in modules else module for module, name in names} & modules
 
@@ -200,7 +202,7 @@ def taken_from(source: str, modules: set[str]) -> set[str]:
 def names_at_run_time(source: str) -> list[str]:
     """Packages that a module loads when it is imported: outside functions and `if TYPE_CHECKING:`."""
     body = [
-        node for node in ast.parse(source).body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
+        node for node in parsed(source).body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
     ]
     outside = [node for node in body if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     return [name.partition(".")[0] for node in outside for _, name in imports(node)]
@@ -224,7 +226,7 @@ def test_imports_go_up_only(path):
     assert component in LINE_OF, f"octavo/{component} is not in LAYERS: give it a line, or put it in a component that has one"
     source, part = path.read_text(encoding="utf-8"), "/".join(path.relative_to(SOURCE).parts[:2])
     broken = violations(component, source)
-    if part in WITHOUT_TORCH and "torch" in {name.partition(".")[0] for _, name in imports(ast.parse(source))}:
+    if part in WITHOUT_TORCH and "torch" in {name.partition(".")[0] for _, name in imports(parsed(source))}:
         broken.append(f"{part} never needs torch")
     assert not broken, "\n".join([by_file(path), *broken])
 
@@ -245,8 +247,9 @@ def test_no_files_import_each_other_in_a_cycle():
 def test_names_are_imported_from_the_module_that_defines_them():
     """`import octavo.nn`, the public face as a user has it, is no name that is taken from there."""
     packages = {dotted(path) for path in FILES if path.name == "__init__.py"}
+    modules = {dotted(path) for path in FILES}
     taken = {
-        by_file(path): sorted(taken_from(path.read_text(encoding="utf-8"), {dotted(file) for file in FILES}) & packages)
+        by_file(path): sorted(taken_from(path.read_text(encoding="utf-8"), modules) & packages)
         for path in FILES
         if path.name != "__init__.py"
     }
@@ -255,7 +258,7 @@ def test_names_are_imported_from_the_module_that_defines_them():
 
 def kept_by_module(source: str, file: str) -> list[str]:
     """What a module keeps between its calls, a sentence each: globals that change, and caches without an entry."""
-    tree = ast.parse(source)
+    tree = parsed(source)
     found = [f"line {node.lineno}: global {', '.join(node.names)}" for node in ast.walk(tree) if isinstance(node, ast.Global)]
     changed = {name for node in ast.walk(tree) if (name := _changed(node)) is not None}
     for node in tree.body:
@@ -306,7 +309,7 @@ def test_files_explain_themselves(path):
     source = path.read_text(encoding="utf-8")
     if path.name == "__init__.py" and not source.strip():
         return
-    assert ast.get_docstring(ast.parse(source)), f"{by_file(path)} has no docstring: say why the file exists"
+    assert ast.get_docstring(parsed(source)), f"{by_file(path)} has no docstring: say why the file exists"
 
 
 def test_the_front_door_imports_only_the_standard_library():

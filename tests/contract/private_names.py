@@ -99,6 +99,7 @@ def defined() -> frozenset[str]:
     return frozenset(found)
 
 
+@functools.cache
 def foreign() -> dict[str, set[str]]:
     """Name → files, of the names that Octavo and the benchmark use and do not define."""
     found = defaultdict(set)
