@@ -47,13 +47,20 @@ def run_forked(folder, *command, environment):
     return process.stdout, process.stderr
 
 
+def run_alone(folder, script):
+    """What a script prints in a process that is forked with everything imported."""
+    process = command_lines.CommandLine(command_lines.compat, folder, [str(script)], environment={"OMP_NUM_THREADS": "1"})
+    assert process.wait(timeout=300) == 0, process.stderr
+    return process.stdout
+
+
 def numbers(text, first):
     """The numbers of the lines that begin with a word."""
     rows = [line.split() for line in text.splitlines() if line.startswith(first)]
     return [[float(word) for word in row if word.lstrip("-").replace(".", "", 1).isdigit()] for row in rows]
 
 
-def test_fp8_by_smps_snippet_with_backward_inside_and_outside():
+def test_fp8_by_smps_snippet_with_backward_inside_and_outside(tmp_path):
     torch.manual_seed(0)
     model = octavo.transform(
         AutoModelForCausalLM.from_config(LlamaConfig(num_key_value_heads=2, **TINY)), dtype=torch.float32, device="cpu"
@@ -65,7 +72,7 @@ def test_fp8_by_smps_snippet_with_backward_inside_and_outside():
             loss = model(torch.arange(32).view(2, 16)).logits.sum()
         loss.backward()
         expected.append(torch.stack([p.grad.norm() for p in model.parameters()]).norm().item())
-    out, _ = run(SCRIPTS / "fp8_smp.py")
+    out = run_alone(tmp_path, SCRIPTS / "fp8_smp.py")
     assert numbers(out, "norms")[0] == pytest.approx([expected[1], expected[3], loss.item()], rel=1e-6)
 
 
@@ -91,8 +98,8 @@ def test_half_precision_by_fsdps_policy_and_float32_beside_hugging_face(tmp_path
     assert messages.count("rotary tables and other buffers stay float32") == 1
 
 
-def test_layers_of_transformer_engine_or_pytorchs_where_it_is_missing(capsys):
-    with_te, _ = run(SCRIPTS / "te_fallback.py")
+def test_layers_of_transformer_engine_or_pytorchs_where_it_is_missing(tmp_path, capsys):
+    with_te = run_alone(tmp_path, SCRIPTS / "te_fallback.py")
     runpy.run_path(str(SCRIPTS / "te_fallback.py"))
     without = capsys.readouterr().out
     assert with_te.startswith("te ")
@@ -108,6 +115,7 @@ def test_spawned_ranks_and_the_workers_of_their_loaders_find_the_names():
     assert 1.0 < losses[1] < losses[0] < 2.0
 
 
+@pytest.mark.long(lambda degree: degree == "hybrid_shard_degree")
 @pytest.mark.parametrize(("degree", "samples"), [("hybrid_shard_degree", 8), ("tensor_parallel_degree", 4)])
 def test_an_smp_training_resumes_to_the_same_numbers(tmp_path, degree, samples):
     script, folder = SCRIPTS / "smp_train.py", tmp_path / "checkpoints"

@@ -1,17 +1,16 @@
 """Ranks of a rendezvous round agree on a name although earlier rounds left theirs in the same store."""
 
 import itertools
-import os
-import socket
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 import torch.distributed as dist
 
+import ranks
 from octavo.errors import OctavoError
+from octavo.parallel import world
 from octavo.parallel.rendezvous import round_name, round_store
 from octavo.process import process
 
@@ -66,39 +65,17 @@ def test_one_rank_and_no_agent(monkeypatch):
     assert round_store(0, 2, timeout=1) is None
 
 
-AGAIN = """
-import torch, torch.distributed as dist
-from octavo.parallel import world
-
-kept = []
-for degrees in ({}, {"hybrid_shard_degree": 1}, {"context_parallel_degree": 2}):
-    world.init(degrees, timeout=60)
-    kept.append((world.state.mesh, world.state.world_process_group))  # as a sharded model does
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    print(total.item())
-    world.shutdown()
-"""
+def again():
+    """Three groups by other degrees, while meshes of those before live, as of a sharded model."""
+    kept = []
+    for degrees in ({}, {"hybrid_shard_degree": 1}, {"context_parallel_degree": 2}):
+        world.init(degrees, timeout=60)
+        kept.append((world.state.mesh, world.state.world_process_group))
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        assert total.item() == 2
+        world.shutdown()
 
 
 def test_other_degrees_after_a_shutdown_while_a_model_of_the_first_lives():
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    place = {
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        "OMP_NUM_THREADS": "1",
-    }
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    both = [
-        subprocess.Popen([sys.executable, "-c", AGAIN], env=os.environ | place | {"RANK": rank, "LOCAL_RANK": rank}, **pipes)
-        for rank in ("0", "1")
-    ]
-    try:
-        told = [process.communicate(timeout=100) for process in both]
-    finally:
-        for process in both:
-            process.kill()
-    assert [out.split() for out, _ in told] == [["2.0"] * 3] * 2, told
+    assert ranks.exit_codes(2, again) == [0, 0]
