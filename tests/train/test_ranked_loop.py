@@ -28,21 +28,25 @@ def losses(output):
     return [record["loss"] for record in read_metrics(output / "metrics.jsonl")]
 
 
-@pytest.mark.long(lambda packing: packing == "join")
+FEW = [
+    (4, ["data.workers=0", "checkpoint.async=true"]),
+    (2, ["parallel.context_parallel_degree=2"]),
+    (4, ["parallel.context_parallel_degree=2", "parallel.hybrid_shard_degree=2", "parallel.cp_comm_type=p2p"]),
+]
+FURTHER = [(2, []), (4, ["parallel.hybrid_shard_degree=2"])]
+"""Layouts of make test-long."""
+
+
+@pytest.mark.long(lambda packing, layouts: packing == "join" or layouts is FURTHER)
 @pytest.mark.parametrize("packing", ["join", "documents"])
-def test_two_and_four_ranks_train_as_one_does(tiny_run, packing):
+@pytest.mark.parametrize("layouts", [FEW, FURTHER], ids=["few", "further"])
+def test_two_and_four_ranks_train_as_one_does(tiny_run, packing, layouts):
     given = [*EXACT, f"data.packing={packing}", "train.micro_batch=1", "train.validate_every=3", "data.workers=2"]
-    one = tiny_run("one", steps=7, every=3)
+    one = tiny_run("one", steps=4, every=3)
     ranks.run(1, run, one.file, given)
     wanted = read_metrics(one.output / "metrics.jsonl")
-    for count, more in (
-        (2, []),
-        (4, ["data.workers=0", "checkpoint.async=true"]),
-        (4, ["parallel.hybrid_shard_degree=2"]),
-        (2, ["parallel.context_parallel_degree=2"]),
-        (4, ["parallel.context_parallel_degree=2", "parallel.hybrid_shard_degree=2", "parallel.cp_comm_type=p2p"]),
-    ):
-        several = tiny_run(f"{count}-{len(more)}-{''.join(more)[-1:]}", steps=7, every=3)
+    for count, more in layouts:
+        several = tiny_run(f"{count}-{len(more)}-{''.join(more)[-1:]}", steps=4, every=3)
         said = ranks.run(count, run, several.file, [*given, *more])
         assert len(set(said)) == 1  # every rank says the same
         found = read_metrics(several.output / "metrics.jsonl")
@@ -77,10 +81,10 @@ def test_a_run_that_continues_on_other_ranks_validates_on_the_same_sequences(tin
 
 
 def test_a_run_moves_between_numbers_of_ranks_and_degrees(tiny_run):
-    whole = tiny_run("whole", steps=9, every=3)
+    whole = tiny_run("whole", steps=6, every=2)
     ranks.run(1, run, whole.file, [*EXACT, "train.micro_batch=1"])
-    moving = tiny_run("moving", steps=9, every=3)
-    for count, context, steps in ((4, 2, 3), (1, 1, 5), (2, 2, 7), (2, 1, 9)):
+    moving = tiny_run("moving", steps=6, every=2)
+    for count, context, steps in ((4, 2, 2), (1, 1, 3), (2, 2, 5), (2, 1, 6)):
         degree = f"parallel.context_parallel_degree={context}"
         given = [*EXACT, "train.micro_batch=1", f"train.steps={steps}", degree]
         ranks.run(count, run, moving.file, given)
@@ -117,11 +121,11 @@ def test_a_run_chooses_how_long_blocks_stay_gathered_and_continues_on_other_gpus
     small, large = 1 << 16, 1 << 30
     wanted = None
     for name, asked, parts in (
-        ("given", "true", ((None, 6),)),
-        ("kept", '"auto"', ((large, 6),)),
-        ("moved", '"auto"', ((large, 2), (small, 4), (None, 6))),
+        ("given", "true", ((None, 3),)),
+        ("kept", '"auto"', ((large, 3),)),
+        ("moved", '"auto"', ((large, 1), (small, 2), (None, 3))),
     ):
-        tiny = tiny_run(name, steps=6, every=2)
+        tiny = tiny_run(name, steps=3, every=1)
         for memory, steps in parts:
             overrides = ["optimizer.schedule=constant", f"train.steps={steps}", f"parallel.reshard_after_forward={asked}"]
             said, _ = ranks.run(2, gathering_run, tiny.file, overrides, memory)

@@ -43,21 +43,27 @@ def losses(output):
     return [record["loss"] for record in records(output)]
 
 
+CONTEXT = "parallel.context_parallel_degree=2"
+FURTHER = [(4, [])]
+"""Layouts of make test-long."""
+
+
 def of_one_rank(tiny_run, given):
-    """The records of six steps on one rank."""
-    one = tiny_run("one", steps=6, every=3)
+    """The records of four steps on one rank."""
+    one = tiny_run("one", steps=4, every=3)
     ranks.run(1, run, one.file, given)
     return records(one.output)
 
 
-@pytest.mark.long(lambda packing: packing == "join")
+@pytest.mark.long(lambda packing, layouts: packing == "join" or layouts is FURTHER)
 @pytest.mark.parametrize("packing", ["join", "documents"])
-def test_tensor_parallel_ranks_train_as_one_does(tiny_run, packing):
+@pytest.mark.parametrize("layouts", [[(2, ["train.recompute=mlp"]), (4, [CONTEXT])], FURTHER], ids=["few", "further"])
+def test_tensor_parallel_ranks_train_as_one_does(tiny_run, packing, layouts):
     """Sequences of 31 tokens, which two ranks do not divide."""
     given = [*EXACT, f"data.packing={packing}", "data.sequence_length=31", "train.validate_every=3", "train.micro_batch=1"]
     wanted = of_one_rank(tiny_run, given)
-    for count, more in ((2, ["train.recompute=mlp"]), (4, []), (4, ["parallel.context_parallel_degree=2"])):
-        several = tiny_run(f"{count}-{len(more)}", steps=6, every=3)
+    for count, more in layouts:
+        several = tiny_run(f"{count}-{len(more)}", steps=4, every=3)
         said = ranks.run(count, run, several.file, [*given, degree(2), *more])
         assert len(set(said)) == 1  # every rank says the same
         found = records(several.output)
@@ -312,9 +318,10 @@ PLANTED = {
     ),
     "fixed": ("256.0", [(256, False), (256, True), (256, False), (256, True), *[(256, False)] * 3]),
 }
+SHORT = [(2, 1, "cast", "dynamic"), (4, 1, "gradient", "fixed"), (4, 2, "gradient", "dynamic")]
 
 
-@pytest.mark.long(lambda count, more, kind, scale: (count, scale) != (2, "dynamic") and (count, kind) != (4, "gradient"))
+@pytest.mark.long(lambda count, more, kind, scale: (count, len(more), kind, scale) not in SHORT)
 @pytest.mark.parametrize("scale", PLANTED)
 @pytest.mark.parametrize("kind", ["gradient", "cast"])
 @pytest.mark.parametrize(
@@ -326,7 +333,7 @@ def test_an_overflow_of_one_tensor_rank_is_skipped_by_all(tiny_run, count, more,
     value, wanted = PLANTED[scale]
     fp8 = [FP8[0]] if kind == "cast" else []
     tiny = tiny_run(steps=7)
-    given = [*HALF, *fp8, *more, "train.micro_batch=1", f"train.loss_scale={value}"]
+    given = [*HALF, *fp8, *more, "train.global_batch=2", "train.micro_batch=1", f"train.loss_scale={value}"]
     (first, norms), *others = ranks.run(count, overflowing, tiny.file, given, {2: 1, 4: 0}, kind)
     assert first == wanted
     for seen, others_norms in others:
@@ -336,13 +343,14 @@ def test_an_overflow_of_one_tensor_rank_is_skipped_by_all(tiny_run, count, more,
     assert [r["step"] for r in records(tiny.output) if r["skipped"]] == [2, 4]
 
 
-@pytest.mark.long(lambda scale: scale == "4096.0")
+@pytest.mark.long(lambda scale, layouts: scale == "4096.0" or layouts is FURTHER)
 @pytest.mark.parametrize("scale", ['"dynamic"', "4096.0"])
-def test_tensor_ranks_train_in_float16_as_one_does(tiny_run, scale):
+@pytest.mark.parametrize("layouts", [[(2, ["train.recompute=true"]), (4, [CONTEXT])], FURTHER], ids=["few", "further"])
+def test_tensor_ranks_train_in_float16_as_one_does(tiny_run, scale, layouts):
     given = [*HALF, f"train.loss_scale={scale}", "data.sequence_length=31", "train.validate_every=3", "train.micro_batch=1"]
     wanted = of_one_rank(tiny_run, given)
-    for count, more in ((2, ["train.recompute=true"]), (4, []), (4, ["parallel.context_parallel_degree=2"])):
-        several = tiny_run(f"{count}-{len(more)}", steps=6, every=3)
+    for count, more in layouts:
+        several = tiny_run(f"{count}-{len(more)}", steps=4, every=3)
         assert len(set(ranks.run(count, run, several.file, [*given, degree(2), *more]))) == 1
         for a, b in zip(records(several.output), wanted, strict=True):
             assert (a["loss_scale"], a["skipped"]) == (b["loss_scale"], b["skipped"])
@@ -353,7 +361,7 @@ def test_tensor_ranks_train_in_float16_as_one_does(tiny_run, scale):
 
 def test_a_float16_run_continues_with_its_scale_to_the_same_bits_and_at_other_degrees(tiny_run):
     """Behind a skipped step and one that has grown the scale."""
-    given = [*HALF, "train.micro_batch=1"]
+    given = [*HALF, "train.global_batch=2", "train.micro_batch=1"]
     whole, cut = tiny_run("whole", steps=7, every=1), tiny_run("cut", steps=7, every=1)
     wanted = ranks.run(2, overflowing, whole.file, [*given, degree(2)], {2: 1}, "gradient")[0][0]
     assert [scale for scale, _ in wanted] == [1024, 1024, 512, 512, 1024, 1024, 2048]
