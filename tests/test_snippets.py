@@ -211,6 +211,7 @@ def run_toml(text):
     RunConfig.from_dict(values)
 
 
+@pytest.mark.usefixtures("trials_once")
 @pytest.mark.parametrize("page", [pytest.param(p, marks=ranks.alone if p in ON_TWO_RANKS else ()) for p in PAGES])
 def test_the_snippets_of_a_page_run(page, place, monkeypatch, capsys):
     names, shared = names_before(page), page in ON_TWO_RANKS
