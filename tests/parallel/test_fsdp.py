@@ -56,7 +56,7 @@ def differences(one, many, *, loss, gradient):
     return found
 
 
-@pytest.mark.long(lambda layout, micro_batches: micro_batches == 1 or layout == "shard 4")
+@pytest.mark.long(lambda layout, micro_batches: micro_batches == 1 or layout in ("shard 4", "replicate 2 x shard 2"))
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_float32_equals_one_rank(on_one_rank, layout, micro_batches):
@@ -87,6 +87,7 @@ def test_delayed_scaling_in_float32_is_one_rank_s_to_rounding(on_one_rank):
     assert many[0][1].keys() == one[1].keys()
 
 
+@pytest.mark.long(lambda recipe: recipe == "current")
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_rows_that_the_ranks_do_not_divide(recipe, on_one_rank):
     """Of three ranks the last has fewer rows, and FSDP2 pads them."""
@@ -458,15 +459,25 @@ def broken(model, place):
     handle.remove()
 
 
+PLACES = "norm", "layers.1", "layers.0", "embedding"
+
+
+def after_each_abandoned_backward(keep, dtype, micro_batches):
+    """Of a step alone, and of one behind each exception."""
+    found = [after_an_abandoned_backward(None, keep, dtype, 0)]
+    for place in PLACES:
+        world.shutdown()
+        found.append(after_an_abandoned_backward(place, keep, dtype, micro_batches))
+    return found
+
+
 @pytest.mark.long(lambda micro_batches, keep, dtype: keep == (dtype == torch.float32) or keep == (micro_batches == 0))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("micro_batches", [0, 2])
 def test_a_backward_that_an_exception_ended_adds_nothing_to_the_next_step(keep, dtype, micro_batches):
-    wanted = ranks.run(2, after_an_abandoned_backward, None, keep, dtype, 0)
-    for place in ("norm", "layers.1", "layers.0", "embedding"):
-        found = ranks.run(2, after_an_abandoned_backward, place, keep, dtype, micro_batches)
-        for (losses, gradients), (other, others) in zip(wanted, found, strict=True):
+    for (losses, gradients), *found in ranks.run(2, after_each_abandoned_backward, keep, dtype, micro_batches):
+        for place, (other, others) in zip(PLACES, found, strict=True):
             assert other == losses
             assert [name for name, value in gradients.items() if not torch.equal(others[name], value)] == [], place
 
