@@ -94,7 +94,7 @@ FEW, MANY = (
     settings(
         max_examples=number, deadline=None, phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck)
     )
-    for number in (3, 60)
+    for number in (2, 60)
 )
 
 

@@ -72,6 +72,7 @@ def states(model, optimizer, key):
     return {name: optimizer.state[p][key] for name, p in model.named_parameters()}
 
 
+@pytest.mark.long(lambda kind, optimizer: list(MODELS).index(kind) % 2 == list(OPTIMIZERS).index(optimizer) % 2)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("kind", MODELS)
 def test_weights_moments_and_fp8_state_are_joined_exactly(tmp_path, kind, optimizer, capsys):

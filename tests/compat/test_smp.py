@@ -111,7 +111,7 @@ RULES = {("octavo", "te"): "current", ("none", "octavo"): "current", ("te", "te"
 
 
 # Neither a recipe nor the autocast of a case that is long is new to its way, and both together are not new.
-@pytest.mark.long(lambda way, given: (way != "shard" and given != ("te", "te")) or way in ("replicas", "gathered"))
+@pytest.mark.long(lambda way, given: (way != "shard" and given != ("te", "te")) or way not in ("shard", "hybrid"))
 @pytest.mark.parametrize(("given", "equal"), RULES.items(), ids=str)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_first_step_by_these_names_has_the_rule_of_its_recipe(way, given, equal):

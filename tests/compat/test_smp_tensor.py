@@ -27,7 +27,7 @@ def test_two_tensor_ranks_train_as_one_rank_does():
         assert difference < 1e-5
 
 
-@pytest.mark.long(lambda degrees: degrees == {"tensor_parallel_degree": 4})
+@pytest.mark.long(lambda degrees: "context_parallel_degree" not in degrees)
 @pytest.mark.parametrize(
     ("degrees", "strategies"),
     [
@@ -84,7 +84,7 @@ def test_checkpoints_of_tensor_ranks_load_at_every_degree(tmp_path, number, othe
                 assert loss == (pytest.approx(following[0], rel=2e-4), pytest.approx(following[1], rel=1e-2)), (kind, given)
 
 
-@pytest.mark.long(lambda number, degrees: (number, degrees) not in ((2, {}), (4, {"expert_parallel_degree": 2})))
+@pytest.mark.long(lambda number, degrees: (number, degrees) not in ((2, {}), (2, {"expert_parallel_degree": 2})))
 @pytest.mark.parametrize(
     ("number", "degrees"),
     [(2, {}), (2, {"expert_parallel_degree": 2}), (4, {"expert_parallel_degree": 2}), (4, {"expert_parallel_degree": 4})],
@@ -152,7 +152,7 @@ OTHERS = [
     *((EXPERTS, "ep", of, to) for of, to in itertools.product(EXPERTS, EXPERTS) if "expert" in of and "tensor" not in of),
 ]
 """(layouts, whose rank the folders are of, the layout that writes, the one that reads), on other numbers of ranks."""
-SHORT = random.Random(50).sample(range(len(OTHERS)), len(OTHERS) // 10)
+SHORT = random.Random(50).sample(range(len(OTHERS)), 3)
 
 
 @pytest.mark.long(lambda number: number not in SHORT)

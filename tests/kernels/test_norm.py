@@ -119,6 +119,7 @@ def test_definition_equals_float64(kind, dtype, residual, rows, columns):
     assert dbias is None if want[4] is None else off(dbias, want[4]) < 2e-6
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "run",

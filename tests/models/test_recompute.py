@@ -71,6 +71,7 @@ def assert_same_bits(one, other):
         assert torch.equal(a, b), f"tensor {number} differs by {(a - b).abs().max()}"
 
 
+@pytest.mark.long(lambda recipe, family, dropout: (list(RECIPES).index(recipe) % 2 == 0) == (family in ("mistral", "qwen3")))
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(
     ("family", "dropout"), [("llama", 0.0), ("llama", 0.1), ("mistral", 0.1), ("gpt_neox", 0.1), ("qwen3", 0.1)]
@@ -294,6 +295,7 @@ def train_in_chunks(recipe, recompute, chunks, family="llama"):
         return train(recipe, recompute, family=family, chunks=chunks), rows
 
 
+@pytest.mark.long(lambda recipe, recompute: recompute and (list(RECIPES).index(recipe) % 2 == 0) == (recompute == "selective"))
 @pytest.mark.parametrize("recompute", [False, True, "selective"])
 @pytest.mark.parametrize(
     ("recipe", "family"), [*((name, "llama") for name in RECIPES), ("delayed", "gpt_neox"), ("none", "gpt_neox")]

@@ -84,6 +84,7 @@ def test_every_range_of_gate_and_up(family, size):
     check_every_range(model, "layers.0.ffn.fc1.weight", (gate, up), interleave(gate, up))
 
 
+@pytest.mark.long(lambda shape, dtype: list(SHAPES).index(shape) % 2 == (dtype == torch.bfloat16))
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_parts_of_a_decoder_are_slices_of_the_whole(tmp_path, shape, dtype):

@@ -63,7 +63,7 @@ def test_the_norm_counts_each_element_once_and_clips_by_it(world, tensor):
             assert wrong == []
 
 
-@pytest.mark.long(lambda world, tensor: (world, tensor) == (4, 4))
+@pytest.mark.long(lambda world: world == 4)
 @pytest.mark.parametrize(("world", "tensor"), [(2, 2), (4, 2), (4, 4)])
 def test_random_ranges(world, tensor, tmp_path):
     for number in range(3):

@@ -45,13 +45,13 @@ def check(plain, each, *, bound=1e-6, steps=2, whole=True):
         assert near(own_weights, weights, 1e-5) == []
 
 
-@pytest.mark.long(lambda layout: layout in ("replicas", "experts", "context", "hybrid"))
+@pytest.mark.long(lambda layout: layout not in ("shard", "context and shards"))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_float32_gradients_are_those_of_one_sum(layout):
     check(*both(layout))
 
 
-@pytest.mark.long(lambda layout, recipe: (layout, recipe) not in (("shard", "current"), ("experts", "delayed")))
+@pytest.mark.long(lambda layout, recipe: (layout, recipe) not in (("shard", "current"), ("shard", "delayed")))
 @pytest.mark.parametrize("recipe", [None, "delayed", "current"])
 @pytest.mark.parametrize("layout", ["shard", "hybrid", "experts"])
 def test_bf16_and_fp8_share_casts_between_micro_batches(layout, recipe):

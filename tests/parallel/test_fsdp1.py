@@ -62,6 +62,7 @@ def both(kind, policy, original):
     return found
 
 
+@pytest.mark.long(lambda kind, original: list(LAYERS).index(kind) % 2 == original)
 @pytest.mark.parametrize(("policy", "original"), [("always", True), ("by size", False)])
 @pytest.mark.parametrize("kind", LAYERS)
 def test_parts_that_fsdp_wraps_train_as_on_one_rank(kind, policy, original):

@@ -23,7 +23,7 @@ GROUPS = {
 BALANCED = tensor_ranks.MIXTURE | {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 
 
-@pytest.mark.long(lambda group: group not in ("slices", "whole experts"))
+@pytest.mark.long(lambda group: group != "slices")
 @pytest.mark.parametrize("group", GROUPS)
 def test_a_group_trains_as_one_rank_with_the_same_noise(group):
     """Under recomputation, which draws it once more, and with micro-batches."""
@@ -79,7 +79,7 @@ def test_each_token_has_noise_of_its_own_which_recomputation_repeats(layout, rec
     assert values.std().item() == pytest.approx(JITTER / 3**0.5, rel=0.03)
 
 
-@pytest.mark.long(lambda layout: layout not in ("slices", "context"))
+@pytest.mark.long(lambda layout: layout != "slices")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_continuation_draws_the_same_noise(tmp_path, layout):
     world, degrees = LAYOUTS[layout]

@@ -149,6 +149,7 @@ def test_a_run_that_continues_with_experts_balanced_over_other_tokens_says_so(ti
     assert BALANCED not in capsys.readouterr().err
 
 
+@pytest.mark.long(lambda balancing: balancing == "sinkhorn")
 @pytest.mark.parametrize("balancing", ["sinkhorn", "balanced"])
 def test_a_run_by_an_assignment_continues_to_the_last_bit_and_its_export_says_its_weights(
     balancing, tiny_run, tmp_path, capsys

@@ -78,20 +78,24 @@ def test_a_run_continues_to_the_bit_and_goes_to_peft_and_merged(recipe, tiny_run
     assert main(["sample", str(run.output), "--tokens", "3"]) == 0
 
 
+FEW = [
+    (2, ["train.recompute=selective", "parallel.context_parallel_degree=2"]),
+    (4, ["parallel.hybrid_shard_degree=2"]),
+    (2, ["parallel.tensor_parallel_degree=2"]),
+]
+FURTHER = [(2, []), (2, ["train.recompute=true"])]
+"""Layouts of make test-long."""
+
+
 @ranks.alone
-def test_ranks_train_the_adapters_of_one_rank(tiny_run, tmp_path):
+@pytest.mark.long(lambda layouts: layouts is FURTHER)
+@pytest.mark.parametrize("layouts", [FEW, FURTHER], ids=["few", "further"])
+def test_ranks_train_the_adapters_of_one_rank(tiny_run, tmp_path, layouts):
     given = [*EXACT, "train.micro_batch=1"]
     lines = LORA + 'save_whole = ["norm"]\n'
     one = adapted(tiny_run("one", steps=4), lines)
     ranks.run(1, train, one.file, given)
     wanted = read_metrics(one.output / "metrics.jsonl")
-    layouts = (
-        (2, []),
-        (2, ["train.recompute=true"]),
-        (2, ["train.recompute=selective", "parallel.context_parallel_degree=2"]),
-        (4, ["parallel.hybrid_shard_degree=2"]),
-        (2, ["parallel.tensor_parallel_degree=2"]),
-    )
     for number, (count, more) in enumerate(layouts):
         several = adapted(tiny_run(f"several-{number}", steps=4), lines)
         assert len(set(ranks.run(count, train, several.file, [*given, *more]))) == 1
@@ -99,14 +103,14 @@ def test_ranks_train_the_adapters_of_one_rank(tiny_run, tmp_path):
             assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
             assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
     merged = []
-    for number, run in enumerate((one, several)):  # of one rank, and of tensor ranks
+    for number, run in enumerate((one, several)):  # of one rank, and of the last layout
         assert main(["export", str(run.output), "--to", str(tmp_path / f"{number}"), "--merge"]) == 0
         merged.append(load_file(tmp_path / f"{number}" / "model.safetensors"))
     assert all(torch.allclose(merged[0][name], merged[1][name], rtol=1e-3, atol=1e-4) for name in merged[0])
 
 
 @ranks.alone
-@pytest.mark.long(lambda recipe, params: (recipe, params) not in (("delayed", "bfloat16"), ("block", "float32")))
+@pytest.mark.long(lambda recipe, params: (recipe, params) != ("delayed", "bfloat16"))
 @pytest.mark.parametrize("params", ["float32", "bfloat16"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_sharded_fp8_bases_train_as_one_rank_s_and_continue_on_others(recipe, params, tiny_run):

@@ -326,6 +326,7 @@ def test_a_fixed_scale_that_is_too_large_ends_the_run_and_may_be_changed_to_cont
     assert records[-1]["loss"] < records[0]["loss"]
 
 
+@pytest.mark.long(lambda workers: workers == 1)
 @pytest.mark.parametrize("workers", [1, 3])
 def test_reading_ahead_changes_no_bit_and_its_threads_end_with_a_failed_run_too(tiny_run, capsys, workers):
     plain, ahead = tiny_run("plain", steps=12), tiny_run("ahead", steps=12)

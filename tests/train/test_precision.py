@@ -35,6 +35,7 @@ def numbers(output):
     return [(record["loss"], record["grad_norm"]) for record in read_metrics(output / "metrics.jsonl")]
 
 
+@pytest.mark.long(lambda world: world == 1)
 @pytest.mark.parametrize("world", [1, 2])
 def test_steps_without_fp8_are_those_of_a_run_without_it(tiny_run, world):
     """To the bit on one rank; shards are gathered in float32 there, whose gradients are not rounded to bf16."""
@@ -58,6 +59,7 @@ def test_steps_without_fp8_are_those_of_a_run_without_it(tiny_run, world):
     assert found["plain"] != found["head"][:6] != found["fp8"]
 
 
+@pytest.mark.long(lambda recipe: recipe == "block")
 @pytest.mark.parametrize("recipe", ["delayed", "block"])
 def test_a_run_that_continues_keeps_its_schedule(tiny_run, recipe):
     given = [*GIVEN, f"fp8.recipe={recipe}", scheduled(first_4="layers.0.*", first_2="*")]

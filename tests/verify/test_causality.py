@@ -75,7 +75,7 @@ def test_logits_depend_on_earlier_tokens_of_their_document_alone(source, world, 
         assert found.largest.error == 0.0 or source == "mixtral-8x7b"
 
 
-@pytest.mark.long(lambda name: name not in ("a mask shifted by one", "documents are one", "a later chunk is exchanged"))
+@pytest.mark.long(lambda name: name not in ("a mask shifted by one", "a later chunk is exchanged"))
 @pytest.mark.parametrize("name", LEAKS)
 def test_a_planted_leak_is_found(name):
     leak = LEAKS[name]

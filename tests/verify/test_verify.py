@@ -31,7 +31,7 @@ LAYOUTS = [
     ("mixtral-8x7b", 2, {"expert_parallel_degree": 2}, "plain"),
     ("gpt-neox-20b", 2, {"context_parallel_degree": 2}, "fp8"),
 ]
-SHORT = [("mistral-7b", 4, "fp8"), ("mixtral-8x7b", 2, "plain")]
+SHORT = [("gpt-neox-20b", 2, "fp8"), ("mixtral-8x7b", 2, "plain")]
 
 
 @pytest.mark.long(lambda source, world, kind: (source, world, kind) not in SHORT)
