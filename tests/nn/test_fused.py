@@ -93,7 +93,7 @@ def test_every_attention(recipe, masked, groups, rotate):
 
 COMPILED = [(which, recipe) for which in ("norm", "linear", "mlp", "layer") for recipe in RECIPES]
 COMPILED += [(which, recipe) for which in ("normed layer", "parallel layer") for recipe in ("none", "delayed")]
-LAYERS_COMPILED = [("layer", "delayed"), ("layer", "block"), ("normed layer", "none"), ("parallel layer", "delayed")]
+LAYERS_COMPILED = [("layer", "block"), ("normed layer", "none"), ("parallel layer", "delayed")]
 """Of whole layers those that are not long: an MLP, which is the half of one, is compiled with each recipe."""
 
 

@@ -43,6 +43,7 @@ def recipe_lines(recipe):
     return [f"fp8.recipe={recipe}", *([] if recipe == "delayed" else ["fp8.amax_history_len=1024"]), "fp8.enabled=true"]
 
 
+@pytest.mark.long(lambda recipe: recipe not in ("delayed", "rowwise"))
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_run_continues_to_the_bit_and_goes_to_peft_and_merged(recipe, tiny_run, tmp_path, capsys):
     peft = pytest.importorskip("peft", reason="needs peft, of the dev extra: pip install -e '.[dev]'")
