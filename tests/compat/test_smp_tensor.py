@@ -152,7 +152,7 @@ OTHERS = [
     *((EXPERTS, "ep", of, to) for of, to in itertools.product(EXPERTS, EXPERTS) if "expert" in of and "tensor" not in of),
 ]
 """(layouts, whose rank the folders are of, the layout that writes, the one that reads), on other numbers of ranks."""
-SHORT = random.Random(50).sample(range(len(OTHERS)), 3)
+SHORT = random.Random(50).sample(range(len(OTHERS)), len(OTHERS) // 10)
 
 
 @pytest.mark.long(lambda number: number not in SHORT)

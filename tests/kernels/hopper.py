@@ -264,8 +264,8 @@ def experts():
     for dtype in (BF16, FP32):
         expert_cast.launch(matrix(count, ffn, hidden, dtype=dtype), quantizer(experts=count, **BOTH))
         expert_cast.launch(matrix(count, ffn, hidden, dtype=dtype), quantizer(experts=count, **ROWS))
-        expert_cast.launch([matrix(ffn, hidden, dtype=dtype)] * count, quantizer(experts=count, **BOTH))
-        expert_cast.launch([matrix(ffn, hidden, dtype=dtype)] * count, quantizer(experts=count, **ROWS))
+    for layouts in (BOTH, ROWS):
+        expert_cast.launch([matrix(ffn, hidden)] * count, quantizer(experts=count, **layouts))
     cast_scaled.launch_rows(x, E4M3, 448.0, rowwise=True, columnwise=True, experts=routes.experts, count=count)
     of_row = {
         "tensor": matrix(count, dtype=FP32),
@@ -282,6 +282,8 @@ def experts():
         "row": (matrix(count, ffn, 1, dtype=FP32), matrix(count, hidden, 1, dtype=FP32)),
         "block": (matrix(rows // 128, ffn, dtype=FP32).t(), matrix(rows // 128, hidden, dtype=FP32).t()),
     }
+    a, b = (matrix(rows, hidden, dtype=E4M3), of_row["row"]), (matrix(count, ffn, hidden, dtype=E4M3), of_matrix["row"])
+    gemm.launch_rows(a, b, routes, BF16, "row", precise=True, bias=matrix(count, ffn))
     for kind, (dy_scale, x_scale) in of_columns.items():
         for dtype in (BF16, FP32):
             for precise in (*further(False), True) if kind != "block" else (True,):
@@ -290,7 +292,6 @@ def experts():
                     (matrix(count, ffn, hidden, dtype=E4M3), of_matrix[kind]),
                 )
                 gemm.launch_rows(a, b, routes, dtype, kind, precise=precise)
-                gemm.launch_rows(a, b, routes, dtype, kind, precise=precise, bias=matrix(count, ffn))
                 a, b = (matrix(ffn, rows, dtype=E5M2), dy_scale), (matrix(hidden, rows, dtype=E4M3), x_scale)
                 gemm.launch_weights(a, b, routes, dtype, kind, precise=precise)
 
