@@ -26,10 +26,11 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.long(lambda layout: layout in ("tensor of four", "ring"))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_has_the_numbers_of_one_rank(layout):
     degrees, world, shape, recipes = LAYOUTS[layout]
-    cells = [(shape, {"recipe": recipe, "dtype": torch.float64, "steps": 3, "micro_batches": 2}) for recipe in recipes]
+    cells = [(shape, {"recipe": recipe, "dtype": torch.float64, "steps": 2, "micro_batches": 2}) for recipe in recipes]
     found = ranks.run(world, tensor_ranks.cells, degrees, cells)[0]
     for (_, options), each in zip(cells, found, strict=True):
         assert {gradient.dtype for gradient in each["gradients"].values()} == {torch.float64}
