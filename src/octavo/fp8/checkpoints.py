@@ -21,7 +21,8 @@ from torch.autograd.function import BackwardCFunction
 
 # The function that holds the generator of a checkpoint with `use_reentrant=False`; from torch 2.14 on `checkpoint` calls it.
 _CHECKPOINT = inspect.unwrap(getattr(torch.utils.checkpoint, "_checkpoint_impl", torch.utils.checkpoint.checkpoint)).__code__
-assert "gen" in _CHECKPOINT.co_varnames, f"torch {torch.__version__} runs checkpoints in a way that Octavo does not know"
+if "gen" not in _CHECKPOINT.co_varnames:
+    raise AttributeError(f"torch {torch.__version__} runs checkpoints in a way that Octavo does not know")
 _BACKWARD = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
 
 

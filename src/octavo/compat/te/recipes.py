@@ -147,7 +147,9 @@ class Recipe:
 
 
 def _check(recipe: Any) -> None:
-    assert recipe.fp8_format != Format.E5M2, "fp8_format E5M2 is not supported: use HYBRID or E4M3."
+    """Refuse E5M2, also under python -O."""
+    if recipe.fp8_format == Format.E5M2:
+        raise AssertionError("fp8_format E5M2 is not supported: use HYBRID or E4M3.")
 
 
 @named
@@ -171,13 +173,15 @@ class DelayedScaling(Recipe):
 
     def __post_init__(self, interval: int, override_linear_precision: tuple[bool, bool, bool]) -> None:
         _check(self)
-        assert not any(override_linear_precision), (
-            f"override_linear_precision={override_linear_precision} belongs to Transformer Engine 1; all products run in FP8. "
-            "Leave it out."
-        )
-        assert self.backward_override is None, (
-            f"backward_override={self.backward_override!r}: delayed scaling supports only None. Leave it out."
-        )
+        if any(override_linear_precision):
+            raise AssertionError(
+                f"override_linear_precision={override_linear_precision} belongs to Transformer Engine 1; all products run in "
+                "FP8. Leave it out."
+            )
+        if self.backward_override is not None:
+            raise AssertionError(
+                f"backward_override={self.backward_override!r}: delayed scaling supports only None. Leave it out."
+            )
 
 
 @named
