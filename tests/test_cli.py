@@ -439,6 +439,22 @@ def test_a_fault_of_the_machine_is_one_line_and_exit_1(tiny_run, monkeypatch, ca
     assert err.endswith(" bytes are free (No space left on device). Free some.\n")
 
 
+def test_a_full_output_is_named(tiny_run, monkeypatch, capsys):
+    monkeypatch.setattr("octavo.plan.run.check", fail_with(OSError(28, "No space left on device")))
+    assert main(["train", str(tiny_run().file), "--dry-run"]) == 1
+    assert capsys.readouterr().err.endswith(
+        "no space for standard output, or for a file (No space left on device). Free some.\n"
+    )
+
+
+def test_a_deleted_working_folder_is_named(tmp_path, monkeypatch, capsys):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert main(["doctor"]) == 2
+    assert capsys.readouterr().err == "octavo: the current folder was deleted: change to another one.\n"
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_each_command_has_an_example(command, capsys):
     assert main([command, "--help"]) == 0

@@ -29,6 +29,7 @@ from octavo.errors import (
     OctavoError,
     RunStopped,
     first_line,
+    print_in_any_encoding,
     warn,
 )
 from octavo.job_ranks import TORCHRUN, adopt_ranks, refuse_ranks_of_ranks, started_by
@@ -65,6 +66,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(app: typer.Typer, arguments: Sequence[str] | None, name: str) -> int:
     """Run a command line, by default the process's, and print its error; returns the exit code. name: the program's name."""
+    print_in_any_encoding()
+    try:
+        Path.cwd()  # MKL would end the process with a message about its library
+    except FileNotFoundError:
+        warn("the current folder was deleted: change to another one.")
+        return EXIT_INPUT
     try:
         app(args=list(arguments) if arguments is not None else None, prog_name=name)
     except SystemExit as end:

@@ -6,6 +6,7 @@ A message states the fault, the value, the limit, the nearest value that works a
 from __future__ import annotations
 
 import difflib
+import io
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -70,6 +71,13 @@ def check_flags(owner: str, **flags: object) -> None:
 def install_extra(name: str) -> str:
     """The command that installs an extra of Octavo, from an index of packages and from a clone."""
     return f"pip install 'octavo[{name}]' (in a clone of Octavo: pip install -e '.[{name}]')"
+
+
+def print_in_any_encoding() -> None:
+    """Let standard output escape characters that its encoding lacks, as stderr does: printing them must not end a run."""
+    out = sys.stdout
+    if isinstance(out, io.TextIOWrapper) and not out.encoding.lower().startswith("utf"):
+        out.reconfigure(errors="backslashreplace")
 
 
 def warn(message: str) -> None:

@@ -262,6 +262,8 @@ def describe_fault(error: OSError) -> tuple[str, int]:
         return f"no space for {str(error.filename)!r}: {free:,} bytes are free ({error.strerror}). Free some.", EXIT_FAILED
     if error.filename is not None and error.errno in _PATHS:
         return f"{str(error.filename)!r} cannot be used: {why_unusable(error)}", EXIT_INPUT
+    if error.filename is None and error.errno in NO_SPACE:
+        return f"no space for standard output, or for a file ({error.strerror}). Free some.", EXIT_FAILED
     return " ".join(str(error).split()), EXIT_FAILED
 
 

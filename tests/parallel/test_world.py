@@ -67,6 +67,12 @@ def test_ranks_that_do_not_meet_leave_the_state_of_one(monkeypatch):
     assert (world.state.world_size, world.state.mesh) == (1, None)
 
 
+def test_an_interface_that_is_not_there_is_named(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
+    with pytest.raises(InputError, match="GLOO_SOCKET_IFNAME = nosuch0: this host has no network interface"), world._met(0, 2):
+        raise RuntimeError("[enforce fail at device.cc] ifa != nullptr. Unable to find address for: nosuch0")
+
+
 def end_of_a_script(failed, shut):
     """Whether groups are left once Python's exit functions have run, of ranks that octavo.init has joined."""
     import atexit

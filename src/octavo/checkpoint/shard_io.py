@@ -220,6 +220,12 @@ def explaining_full_disk(folder: Path, needed: int) -> Iterator[None]:
     except OSError as error:
         if error.errno not in _NO_SPACE:
             raise
+        if error.errno == errno.EFBIG:
+            raise OctavoError(
+                f"no space for a checkpoint in {folder}: this process or file system allows no file of that size "
+                f"({error.strerror}). Earlier ones are intact. Raise the limit (ulimit -f), or move the run's folder and set "
+                "train.output; then run it again."
+            ) from None
         raise OctavoError(
             f"no space for a checkpoint in {folder}: it needs {needed:,} bytes and {free_bytes(folder):,} are free "
             f"({error.strerror}). Earlier ones are intact. Free some space, lower checkpoint.keep, or move the run's folder "

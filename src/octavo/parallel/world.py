@@ -275,7 +275,7 @@ def _connect(degrees: Degrees, timeout: float) -> None:
     state.tp_process_group = mesh["tensor"].get_group()
     state.rep_rank_process_group = mesh["replicate"].get_group()
     # [data, context, tensor]; consecutive ranks form an expert group.
-    layout = torch.arange(degrees.world).view(degrees.data, degrees.context, degrees.tensor)
+    layout = torch.arange(degrees.world, device="cpu").view(degrees.data, degrees.context, degrees.tensor)
     state.dp_process_group = _group_of_this_rank(layout.permute(1, 2, 0).flatten(0, 1))
     state.cp_process_group = _group_of_this_rank(layout.permute(0, 2, 1).flatten(0, 1))
     state.token_process_group = _group_of_this_rank(layout.permute(2, 0, 1).flatten(1))
@@ -321,6 +321,13 @@ def _met(rank: int, world: int) -> Iterator[None]:
         raise OctavoError(
             f"rank {rank} of {world} did not meet the others at {host}:{port} (MASTER_ADDR:MASTER_PORT): {first_line(error)}. "
             "Set them to the host of rank 0 and to a port that all ranks can reach."
+        ) from error
+    except RuntimeError as error:
+        if "Unable to find address for" not in str(error):
+            raise
+        raise InputError(
+            f"GLOO_SOCKET_IFNAME = {os.environ.get('GLOO_SOCKET_IFNAME')}: this host has no network interface of that name "
+            "with an address. Set it to one of `ip address`, or unset it."
         ) from error
 
 

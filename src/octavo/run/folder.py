@@ -190,7 +190,7 @@ def locked(path: Path) -> Iterator[RunFolder]:
 def _environment(device: str, ranks: int) -> dict[str, Any]:
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": sys.argv,
+        "command": [str(argument) for argument in sys.argv],
         "octavo": __version__,
         "code": code_version(),
         "python": platform.python_version(),
