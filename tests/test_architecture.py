@@ -93,7 +93,8 @@ OWNERS = {
 
 CONSTANTS = {
     "tl.constexpr", "TypeVar", "frozenset", "functools.partial", "datetime.timedelta", "dict.fromkeys",
-    "torch.tensor(LOG2_E.value).item", "Tiles", "Tile", "Only", "Scores", "RowShape", "QuantizedTensor", "FloatFormat",
+    "torch.tensor(LOG2_E.value, dtype=torch.float32, device='cpu').item", "Tiles", "Tile", "Only", "Scores", "RowShape",
+    "QuantizedTensor", "FloatFormat",
 }  # fmt: skip
 """Calls whose results do not change, and `OfThread`, whose state is a thread's."""
 

@@ -153,10 +153,10 @@ class _Encoder:
                 scales = (-(-rows // BLOCK), -(-columns // BLOCK))
         shapes = {
             theirs: torch.empty_like(part, dtype=_E4M3),
-            f"{theirs.removesuffix('weight')}weight_scale": torch.empty(scales, device="meta"),
+            f"{theirs.removesuffix('weight')}weight_scale": torch.empty(scales, dtype=torch.float32, device="meta"),
         }
         if matrix.input_scale is not None:
-            shapes[f"{theirs.removesuffix('weight')}input_scale"] = torch.empty(1, device="meta")
+            shapes[f"{theirs.removesuffix('weight')}input_scale"] = torch.empty(1, dtype=torch.float32, device="meta")
         return shapes
 
 

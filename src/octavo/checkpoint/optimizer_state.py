@@ -243,8 +243,10 @@ def allocate_states(
     for name, (shape, dtype) in stored.items():
         parameter = held[name.partition(".")[2]]
         whole = with_block(parameter, blocks[parameter])
-        like_parameter = tuple(whole.shape) == shape
-        tensors[name] = torch.empty_like(whole, dtype=dtype) if like_parameter else torch.empty(shape, dtype=dtype)
+        if tuple(whole.shape) == shape:
+            tensors[name] = torch.empty_like(whole, dtype=dtype)
+        else:
+            tensors[name] = torch.empty(shape, dtype=dtype, device="cpu")
     return tensors
 
 

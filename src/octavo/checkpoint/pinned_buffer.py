@@ -22,7 +22,7 @@ class PinnedBuffer:
     """A block of host memory for copies of tensors. The result of `copy` is valid until the next `copy`."""
 
     def __init__(self) -> None:
-        self._block = torch.empty(0, dtype=torch.uint8)
+        self._block = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._pinned = False
 
     def copy(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -47,9 +47,9 @@ class PinnedBuffer:
     def _reserve(self, size: int, *, pinned: bool) -> None:
         if size <= len(self._block) and (self._pinned or not pinned):
             return
-        self._block = torch.empty(0, dtype=torch.uint8)  # free the old block first: two would not fit
+        self._block = torch.empty(0, dtype=torch.uint8, device="cpu")  # free the old block first: two would not fit
         try:
-            self._block = torch.empty(size, dtype=torch.uint8)
+            self._block = torch.empty(size, dtype=torch.uint8, device="cpu")
         except RuntimeError as error:
             raise _out_of_memory(size) from error
         self._pinned = pinned

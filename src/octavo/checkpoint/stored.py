@@ -130,7 +130,7 @@ class StoredTensors:
         begin = piece.start + (read[first][0] * strides[first] if shape else 0)
         spans = zip(read[:first], strides[:first], strict=True)
         outer = itertools.product(*(range(start * step, stop * step, step) for (start, stop), step in spans))
-        block = torch.empty(math.prod(sizes) * size, dtype=torch.uint8)
+        block = torch.empty(math.prod(sizes) * size, dtype=torch.uint8, device="cpu")
         self.opened.read_runs(piece.file, block.numpy().data, run, (begin + sum(places) for places in outer))
         part = block.view(piece.dtype).view(sizes)
         inside = zip(read, offsets, lengths, strict=True)

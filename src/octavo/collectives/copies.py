@@ -119,7 +119,7 @@ class PeerMemory:
         # Collectives end when their last rank joins, and it does not wait for collectives that this process launches later.
         torch.cuda.synchronize(self._device)
         medians = median_us(*calls, device=self._device, rounds=_ROUNDS, warm_up=_WARM_UP, pause_cycles=_HIDE_CYCLES)
-        times = torch.tensor(medians, device=self._device)
+        times = torch.tensor(medians, dtype=torch.float64, device=self._device)
         dist.all_reduce(times, dist.ReduceOp.MAX, group=self._group)
         return tuple(times.tolist())
 

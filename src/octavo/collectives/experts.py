@@ -65,7 +65,7 @@ class Exchange:
         self._received = received.view(group.size, group.local)  # by rank of the token, then by expert
         sizes = torch.stack((counts.view(group.size, -1).sum(1), self._received.sum(1)))
         on_gpu = sizes.is_cuda
-        self._sizes = torch.empty(sizes.shape, dtype=sizes.dtype, pin_memory=True) if on_gpu else sizes
+        self._sizes = torch.empty(sizes.shape, dtype=sizes.dtype, device="cpu", pin_memory=True) if on_gpu else sizes
         self._arrived: Any = None
         if on_gpu:
             self._sizes.copy_(sizes, non_blocking=True)

@@ -251,7 +251,7 @@ class TensorGroup(Ranks):
                 offset = generator.get_offset()
                 generator.manual_seed(seed).set_offset(offset)
             return
-        seed = int(torch.randint(1 << 62, ()).item())
+        seed = int(torch.randint(1 << 62, (), device="cpu").item())
         state = torch.default_generator.get_state()
         torch.default_generator.manual_seed(_seed_of_rank(seed, self.rank))
         try:

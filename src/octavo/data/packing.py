@@ -40,7 +40,7 @@ class Batch(NamedTuple):
 
     def real(self) -> torch.Tensor | None:
         """The tokens of documents, bool [B, T]; None if there is no padding."""
-        real = torch.arange(self.input_ids.shape[1]) < self.lengths[:, None]
+        real = torch.arange(self.input_ids.shape[1], device=self.lengths.device) < self.lengths[:, None]
         return None if bool(real.all()) else real
 
 

@@ -91,6 +91,7 @@ def adamw_(
         launch(param, grad, exp_avg, exp_avg_sq, step=step, grad_scale=grad_scale, **settings)
         return
     scaled = grad.float() if grad_scale is None else grad.float() * grad_scale
-    moved = reference.adamw(param, scaled, exp_avg, exp_avg_sq, step=torch.as_tensor(step), **settings)
+    number = step if isinstance(step, Tensor) else torch.tensor(step, dtype=torch.float32, device=param.device)
+    moved = reference.adamw(param, scaled, exp_avg, exp_avg_sq, step=number, **settings)
     for old, new in zip((param, exp_avg, exp_avg_sq), moved, strict=True):
         old.copy_(new)

@@ -19,8 +19,8 @@ from octavo.kernels import reference
 from octavo.kernels.fast_math import LOG2_E, exp2
 from octavo.kernels.tiles import cdiv
 
-_ROUNDED = torch.tensor(LOG2_E.value).item()
-LN_2 = tl.constexpr(torch.tensor(1 / _ROUNDED).item())
+_ROUNDED = torch.tensor(LOG2_E.value, dtype=torch.float32, device="cpu").item()
+LN_2 = tl.constexpr(torch.tensor(1 / _ROUNDED, dtype=torch.float32, device="cpu").item())
 LN_2_REST = tl.constexpr(1 / _ROUNDED - LN_2.value)
 """The reciprocal of LOG2_E's float32 value, as the sum of two float32 numbers."""
 LARGEST_SUM = tl.constexpr(2.0**64)

@@ -160,22 +160,22 @@ def high_precision_mm(
         return algorithms.mm(a, b, out_dtype, bias=bias, recurring=recurring, out=out)
     if out is not None:
         return out.copy_(high_precision_mm(a, b, out_dtype, bias, recurring=recurring, unrounded=unrounded))
-    if unrounded and out_dtype == torch.float32 != a.dtype:
-        with torch.autocast(a.device.type, enabled=False):
+    with torch.autocast(a.device.type, enabled=False):
+        if unrounded and out_dtype == torch.float32 != a.dtype:
             return a.float() @ b.float()
-    if widens(a):
-        with torch.autocast("cpu", enabled=False):
+        if widens(a):
             out = a.float() @ b.float()
-        out = (out if bias is None else out + bias.float()).to(a.dtype)
-    else:
-        out = a @ b if bias is None else torch.addmm(bias, a, b)
+            out = (out if bias is None else out + bias.float()).to(a.dtype)
+        else:
+            out = a @ b if bias is None else torch.addmm(bias, a, b)
     return _to(out, out_dtype)
 
 
 def add_mm_(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """out [M, N] += a [M, C] · b [C, N] of one float dtype, in place: sums in float32, by cuBLAS not always rounded once."""
     if widens(a):
-        return out.copy_(torch.addmm(out.float(), a.float(), b.float()))
+        with torch.autocast("cpu", enabled=False):
+            return out.copy_(torch.addmm(out.float(), a.float(), b.float()))
     if low_rank.takes(out, a):
         return low_rank.launch_add(out, a, b)
     return out.addmm_(a, b)
@@ -321,7 +321,7 @@ def _(a: Tensor, a_scale_inv: Tensor, b: Tensor, b_scale_inv: Tensor, out_dtype:
 
 @functools.cache
 def _bf16_values(dtype: torch.dtype) -> Tensor:
-    return torch.arange(256, dtype=torch.uint8).view(dtype).bfloat16()
+    return torch.arange(256, dtype=torch.uint8, device="cpu").view(dtype).bfloat16()
 
 
 def _to_bf16(x: Tensor) -> Tensor:

@@ -348,9 +348,10 @@ def attention(qkv_BTW: Tensor, heads: int, groups: int, scale: float) -> tuple[T
     Returns the result [B, T, H·D] in that dtype, and the logarithm of each softmax's denominator, float32 [B, H, T].
     """
     q, k, v = _grouped_heads(qkv_BTW, heads, groups)
-    logits = q @ k.mT * scale
-    lse = logits.logsumexp(-1)
-    out = (logits - lse[..., None]).exp().to(qkv_BTW.dtype).float() @ v
+    with torch.autocast(q.device.type, enabled=False):
+        logits = q @ k.mT * scale
+        lse = logits.logsumexp(-1)
+        out = (logits - lse[..., None]).exp().to(qkv_BTW.dtype).float() @ v
     return out.flatten(1, 2).transpose(1, 2).flatten(2).to(qkv_BTW.dtype), lse.flatten(1, 2)
 
 
@@ -361,11 +362,13 @@ def attention_backward(
     dtype = qkv_BTW.dtype
     q, k, v = _grouped_heads(qkv_BTW, heads, groups)
     d_o, o = (wide(x).unflatten(-1, (groups, heads // groups, -1)).permute(0, 2, 3, 1, 4) for x in (d_out, out))
-    p = (q @ k.mT * scale - lse.unflatten(1, (groups, -1))[..., None]).exp()
-    ds = (p * (d_o @ v.mT - (d_o * o).sum(-1, keepdim=True))).to(dtype).float()
-    dv = (p.to(dtype).float().mT @ d_o).sum(2, keepdim=True)
-    dk = (ds.mT @ q).sum(2, keepdim=True) * scale
-    return torch.cat((ds @ k * scale, dk, dv), 2).permute(0, 3, 1, 2, 4).flatten(2).to(dtype)
+    with torch.autocast(q.device.type, enabled=False):
+        p = (q @ k.mT * scale - lse.unflatten(1, (groups, -1))[..., None]).exp()
+        ds = (p * (d_o @ v.mT - (d_o * o).sum(-1, keepdim=True))).to(dtype).float()
+        dq = ds @ k * scale
+        dv = (p.to(dtype).float().mT @ d_o).sum(2, keepdim=True)
+        dk = (ds.mT @ q).sum(2, keepdim=True) * scale
+    return torch.cat((dq, dk, dv), 2).permute(0, 3, 1, 2, 4).flatten(2).to(dtype)
 
 
 def cross_entropy(

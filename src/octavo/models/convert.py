@@ -277,12 +277,14 @@ def load_pretrained(
             unshared = tensor.untyped_storage().data_ptr() not in memory and tensor.is_contiguous()
             state[name] = tensor if unshared else tensor.clone(memory_format=torch.contiguous_format)
     config = _config_of(reference, config, tensors)
-    with without_progress_bar():
+    on_cpu = contextlib.nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
+    with without_progress_bar(), on_cpu:
         model, loading = type(reference).from_pretrained(
             None, config=config, state_dict=state, dtype=config.dtype, output_loading_info=True
         )
     lost = {kind: names for kind, names in loading.items() if names}
-    assert not lost, lost  # else transformers would fill them with random values
+    if lost:  # transformers has filled them with random values
+        raise OctavoError(f"transformers did not take all weights of {type(reference).__name__}: {lost}.")
     if generation is not None:
         model.generation_config = copy.deepcopy(generation)
     return model

@@ -411,8 +411,8 @@ class Decoder(PretrainedInterface):
         if (self.context is None and self.tensor is None) or torch.compiler.is_compiling():
             return None
         settings = self._settings(next(x.device for x in inputs if isinstance(x, Tensor)))
-        code = torch.tensor(zlib.crc32(repr(settings).encode()))
-        tensors = [*(x if x is None or isinstance(x, Tensor) else torch.tensor(x) for x in inputs), code]
+        code = torch.tensor(zlib.crc32(repr(settings).encode()), device="cpu")
+        tensors = [*(x if x is None or isinstance(x, Tensor) else torch.tensor(x, device="cpu") for x in inputs), code]
         of_context = None if self.context is None else self.context.same(*tensors)
         of_tensor = None if self.tensor is None else same_numbers(self.tensor.group, *tensors)
         both = [same for same in (of_context, of_tensor) if same is not None]
@@ -627,7 +627,7 @@ class Decoder(PretrainedInterface):
         targets = (target != IGNORED).sum()
         if self.data_group is not None and self._joins():
             dist.all_reduce(targets, group=self.data_group)
-        return targets / torch.as_tensor(num_items_in_batch, device=targets.device)
+        return targets.float() / torch.as_tensor(num_items_in_batch, device=targets.device)
 
     def _fp8_head(self, device: torch.device, dtype: torch.dtype, first: bool | None) -> LinearGemms | None:
         """The products of a head that runs in FP8 here; its operands have one scale each under every recipe."""

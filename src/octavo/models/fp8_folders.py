@@ -153,7 +153,7 @@ class Fp8Matrix:
         if self.group is None:
             return values.mul_(scales)
         height, width = self.group
-        at = torch.arange(start, start + len(values)) // height
+        at = torch.arange(start, start + len(values), device=values.device) // height
         for row in at.unique().tolist():  # one row of blocks at a time: expanded scales never have the size of the matrix
             values[at == row] *= scales[row].repeat_interleave(width)[: values.shape[1]]
         return values

@@ -193,16 +193,16 @@ def _share_out(
 
 
 def _numbers(rows: int) -> Tensor:
-    return torch.arange(rows).view(-1, 1)
+    return torch.arange(rows, device="cpu").view(-1, 1)
 
 
 def _rows_of_sources(way: Conversion, held: Conversion, name: str, height: int, part: Part) -> list[Indices]:
     """Rows of each source matrix in this rank's part of a parameter, in the order of its adapters."""
-    own = torch.cat([torch.arange(run.start, run.stop) for run in part.indices[0].ranges]).view(-1, 1)
+    own = torch.cat([torch.arange(run.start, run.stop, device="cpu") for run in part.indices[0].ranges]).view(-1, 1)
     rows_of_sources = []
     for whole, mine in zip(way.split(name, _numbers(height)).values(), held.split(name, own).values(), strict=True):
-        places = torch.full((height,), -1)
-        places[whole.flatten()] = torch.arange(len(whole))
+        places = own.new_full((height,), -1)
+        places[whole.flatten()] = torch.arange(len(whole), device="cpu")
         rows = places[mine.flatten()]
         first = [0, *((rows.diff() != 1).nonzero().flatten() + 1).tolist(), len(rows)]
         rows_of_sources.append(indices(*((int(rows[a]), int(rows[b - 1]) + 1) for a, b in itertools.pairwise(first))))

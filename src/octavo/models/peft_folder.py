@@ -244,5 +244,7 @@ def merged(name: str, weight: Tensor, tensors: Mapping[str, Tensor], way: Conver
         a, b = a.float(), b.float()
         if part.dim() == 3:  # of experts
             a, b = a.unflatten(0, (part.shape[0], -1)), b.unflatten(1, (-1, part.shape[0])).permute(2, 0, 1)
-        changed[theirs] = (part.float() + adapters.of(module_of(theirs)).scale * (b @ a)).to(part.dtype)
+        with torch.autocast(b.device.type, enabled=False):
+            product = b @ a
+        changed[theirs] = (part.float() + adapters.of(module_of(theirs)).scale * product).to(part.dtype)
     return way.join(name, tuple(changed.values())) if parts else weight

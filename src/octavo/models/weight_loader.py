@@ -162,13 +162,13 @@ class WeightLoader:
             return None
         if reason := _not_as_stored(parts, there, block=block, power_of_two=power_of_two):
             return Fp8Rows(reason)
-        data = torch.empty(rows, self._weights.shape(parts[0][0])[1], dtype=torch.float8_e4m3fn)
+        data = torch.empty(rows, self._weights.shape(parts[0][0])[1], dtype=torch.float8_e4m3fn, device="cpu")
         for source, at, first, last in _of_parts(parts, start, rows):
             data.view(torch.uint8).index_copy_(0, at, there[source].bytes(first, last).view(torch.uint8))
         scales = there[parts[0][0]].scales
         if block and len(parts) > 1:
             rows_of_blocks = sum(len(there[source].scales) for source in there)
-            scales = torch.empty(rows_of_blocks, scales.shape[1])
+            scales = scales.new_empty(rows_of_blocks, scales.shape[1])
             in_blocks = [(source, first // BLOCK, length // BLOCK) for source, first, length in parts]
             for source, at, first, last in _of_parts(in_blocks, 0, rows_of_blocks):
                 scales.index_copy_(0, at, there[source].scales[first:last])
@@ -205,7 +205,7 @@ class Fp8Rows:
 def _of_parts(parts: Sequence[tuple[str, int, int]], start: int, rows: int) -> Iterator[tuple[str, Tensor, int, int]]:
     """(source, places among the `rows` rows from `start` on, the source's first row and end) of each part."""
     period = sum(length for _, _, length in parts)
-    numbers = torch.arange(start, start + rows)
+    numbers = torch.arange(start, start + rows, device="cpu")
     repetition = numbers // period
     inside = numbers % period  # row within the repetition
     for source, first, length in parts:

@@ -150,7 +150,8 @@ class RouterAdapters(nn.Module):
         a, b = matrices
         assert a is not None
         assert b is not None
-        return weight + self.scale * (b @ a)
+        with torch.autocast(weight.device.type, enabled=False):
+            return weight + self.scale * (b @ a)
 
     def extra_repr(self) -> str:
         """The scale, for `print(model)`."""

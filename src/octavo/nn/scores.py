@@ -62,7 +62,7 @@ def alibi_slopes(heads: int, device: torch.device) -> Tensor:
     largest = 1 << (heads.bit_length() - 1)
     exponents = [8 / largest * (at + 1) for at in range(largest)]
     exponents += [4 / largest * (2 * at + 1) for at in range(heads - largest)]
-    return torch.tensor([2.0**-exponent for exponent in exponents], device=device)
+    return torch.tensor([2.0**-exponent for exponent in exponents], dtype=torch.float32, device=device)
 
 
 Seen = Callable[[slice], Tensor | None]
@@ -85,13 +85,14 @@ def plain_attention(
 
     at_once = max(16, PAIRS // max(1, q.shape[0] * q.shape[2] * k.shape[1]))
     outs, tops = [], []
-    for first in range(0, q.shape[1], at_once):
-        rows = slice(first, min(first + at_once, q.shape[1]))
-        is_all = rows.stop - rows.start == q.shape[1]
-        arguments = q[:, rows], k, v, rows
-        out, top = band(*arguments) if is_all else checkpoint(band, *arguments, use_reentrant=False)
-        outs.append(out)
-        tops.append(top)
+    with torch.autocast(q.device.type, enabled=False):  # it would round logits and sums
+        for first in range(0, q.shape[1], at_once):
+            rows = slice(first, min(first + at_once, q.shape[1]))
+            is_all = rows.stop - rows.start == q.shape[1]
+            arguments = q[:, rows], k, v, rows
+            out, top = band(*arguments) if is_all else checkpoint(band, *arguments, use_reentrant=False)
+            outs.append(out)
+            tops.append(top)
     return torch.cat(outs, 1), torch.stack(tops).amax(0)
 
 

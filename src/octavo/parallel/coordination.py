@@ -52,7 +52,7 @@ class Ranks:
     def _all_reduce(self, number: int, operation: Any) -> int:
         if self.size == 1:
             return number
-        value = torch.tensor(number)
+        value = torch.tensor(number, device="cpu")
         self._collective(dist.all_reduce, value, operation)
         return int(value)
 

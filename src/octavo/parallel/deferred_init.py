@@ -138,7 +138,12 @@ def _give_storage(model: nn.Module, device: torch.device) -> None:
                     new[id(tensor)] = _with_data(tensor, data) if isinstance(tensor, nn.Parameter) else data
                 slots[name] = new[id(tensor)]
     # FSDP2 takes note of new parameters, and pads its parts, after any `_apply`. It pads with a new local tensor.
-    model._apply(lambda tensor: tensor.to(device))
+    overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
+    torch.__future__.set_overwrite_module_params_on_conversion(False)  # True would untie parameters
+    try:
+        model._apply(lambda tensor: tensor.to(device))
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(overwrites)
     for slots, name, attributes in marks:  # such as the functions by which a weight is gathered in FP8
         slots[name]._local_tensor.__dict__.update(attributes)
 

@@ -45,7 +45,8 @@ class _Saved:
         self.original: Tensor | None = None if stream is None else tensor.detach()
         self.back: Tensor | None = None
         self.loaded: torch.cuda.Event | None = None
-        self.host = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, pin_memory=stream is not None)
+        like: dict[str, Any] = {"dtype": tensor.dtype, "device": "cpu", "pin_memory": stream is not None}
+        self.host = torch.empty_strided(tensor.size(), tensor.stride(), **like)
         with _behind(stream):
             self.host.copy_(tensor, non_blocking=stream is not None)
             self.stored = None if stream is None else stream.record_event()

@@ -64,8 +64,8 @@ class LocalShard:
         of_local, of_whole = math.prod(self.local.shape), math.prod(self.shape)
         for indices, size in zip(self.part.indices, self.shape, strict=True):
             of_local, of_whole = of_local // max(1, len(indices)), of_whole // max(1, size)
-            places = [torch.arange(run.start, run.stop) for run in indices.ranges] + [torch.full((indices.padding,), -1)]
-            place = torch.cat(places).to(local.device)[local // of_local % len(indices)]
+            places = [torch.arange(run.start, run.stop, device=local.device) for run in indices.ranges]
+            place = torch.cat([*places, local.new_full((indices.padding,), -1)])[local // of_local % len(indices)]
             padding |= place < 0
             numbers += place * of_whole
         return numbers.masked_fill_(padding, -1)
@@ -197,7 +197,7 @@ def gradient_norm(parameters: Mapping[Tensor, Block | None]) -> Tensor:
             part = part.sqrt()
         parts.append(part)
     if not parts:
-        return torch.zeros(())
+        return torch.zeros((), dtype=torch.float32, device="cpu")
     return torch.linalg.vector_norm(torch.stack(parts)) if len(parts) > 1 else parts[0]
 
 

@@ -79,7 +79,7 @@ def _whole(value: Any, offloaded: bool) -> Any:
     whole = whole_tensor(value)
     if not offloaded:
         return whole
-    return whole.cpu() if dist.get_rank() == 0 else torch.empty(0)
+    return whole.cpu() if dist.get_rank() == 0 else torch.empty(0, device="cpu")
 
 
 def _agreeing(known: Any) -> Any:

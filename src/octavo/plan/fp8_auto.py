@@ -186,7 +186,7 @@ def measure(shape: LinearShape, recipe: Recipe, device: torch.device, setting: S
     x = torch.randn(shape.tokens, shape.columns, dtype=setting.dtype, **make)
     weight = torch.randn(shape.rows, shape.columns, dtype=setting.weight_dtype, **make)
     dy = torch.randn(shape.tokens, shape.rows, dtype=setting.dtype, **make)
-    slot = torch.ones((2,), device=device)
+    slot = torch.ones((2,), dtype=torch.float32, device=device)
     kinds = (lambda: high_precision_products(x, weight, dy), lambda: fp8_products(x, weight, dy, recipe, slot))
     with torch.cuda.device(device):
         high, fp8 = median_us(*kinds, device=device, rounds=_ROUNDS, warm_up=_WARM_UP, pause_cycles=_HIDE_CYCLES)

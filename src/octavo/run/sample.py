@@ -146,7 +146,7 @@ class _Tokenizer:
     @functools.cached_property
     def _known(self) -> Tensor:
         """The ids of the tokenizer, in order."""
-        return torch.tensor(sorted(set(self._theirs.get_vocab().values())))
+        return torch.tensor(sorted(set(self._theirs.get_vocab().values())), device="cpu")
 
     def masked(self, logits: Tensor) -> Tensor:
         """Logits [..., V] with -inf for ids that the tokenizer does not have, as in a padded vocabulary."""

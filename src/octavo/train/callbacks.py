@@ -21,7 +21,7 @@ from octavo.checkpoint.plain import KINDS, pack, unpack
 from octavo.checkpoint.rng_state import random_scalars, random_tensors, restore_random
 from octavo.errors import InputError, nearest, warn
 from octavo.run.summary import Result
-from octavo.train.evaluation import Evaluation, fault_of_arguments, figures_of, never_runs
+from octavo.train.evaluation import Evaluation, fault_of_arguments, figures_of, never_runs, same_settings
 
 EVALUATE = "Trainer(evaluate=…)"
 """Name of a trainer's evaluation in messages."""
@@ -214,7 +214,7 @@ class CallbackEvents(Events):
 
     def _tell(self, event: str, argument: Any) -> None:
         if self._callbacks:
-            with _same_random_numbers():
+            with _same_random_numbers(), same_settings():
                 for callback in self._callbacks:
                     with self._guarded(f"{type(callback).__name__}.{event}"):
                         getattr(callback, event)(self._trainer, argument)

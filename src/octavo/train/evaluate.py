@@ -76,7 +76,7 @@ def validate(context: TrainContext, batches: Sequence[Batch]) -> Validation:
     targets = int(context.all_reduce(torch.tensor(own, device=device)))
     if targets == 0:
         return Validation(math.nan, math.nan)
-    total = torch.zeros((), device=device)
+    total = torch.zeros((), dtype=torch.float32, device=device)
     with evaluating(model), _router_losses_apart(model):
         for batch in batches:
             context.watch.phase("validation")

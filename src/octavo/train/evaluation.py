@@ -11,6 +11,7 @@ import functools
 import importlib.util
 import inspect
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -201,6 +202,33 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
 """PyTorch settings that affect training's numbers: (getter, setter) of each."""
 
 
+def _working_folder() -> Path | None:
+    """None if it was deleted."""
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        return None
+
+
+def _enter(folder: Path | None) -> None:
+    if folder is not None:
+        os.chdir(folder)
+
+
+@contextlib.contextmanager
+def same_settings() -> Iterator[None]:
+    """Restore PyTorch's settings and the working folder at the end; the paths of a run may be relative to it."""
+    settings: list[tuple[Callable[[], Any], Callable[[Any], None], Any]] = [
+        (read, write, read()) for read, write in (*_SETTINGS, (_working_folder, _enter))
+    ]
+    try:
+        yield
+    finally:
+        for read, write, value in settings:
+            if read() != value:
+                write(value)
+
+
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Around an evaluation in a user's training loop: evaluation mode without gradients; restores training's state.
@@ -229,22 +257,18 @@ def unchanged(model: nn.Module, name: str, alive: Callable[[], None] = lambda: N
     before = _sums(model)
     trained = {key: parameter.requires_grad for key, parameter in model.named_parameters()}
     tensors, scalars = random_tensors(), random_scalars()
-    settings = [(read(), write) for read, write in _SETTINGS]
     gradients = {parameter: parameter.grad for parameter in model.parameters()}
     for parameter in gradients:
         parameter.grad = None
     hook = model.register_forward_pre_hook(lambda *_: alive())
     try:
-        with restored(model), evaluation_mode(model):
+        with same_settings(), restored(model), evaluation_mode(model):
             yield
     finally:
         hook.remove()
         for parameter, gradient in gradients.items():
             parameter.grad = gradient
         restore_random(tensors, scalars)
-        for (read, _), (value, write) in zip(_SETTINGS, settings, strict=True):
-            if read() != value:
-                write(value)
     for key, parameter in model.named_parameters():
         if parameter.requires_grad != trained.get(key, parameter.requires_grad):
             raise InputError(f"{name} set requires_grad of {key}: an evaluation must not change it.")

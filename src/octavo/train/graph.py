@@ -52,7 +52,7 @@ class StepGraph:
     def __call__(self, batches: Sequence[Batch], targets: int) -> Tensor:
         """Set the gradients of a step; returns its loss, float32 []."""
         count = torch.tensor(targets).to(self._device, non_blocking=True)
-        total = torch.zeros((), device=self._device)
+        total = torch.zeros((), dtype=torch.float32, device=self._device)
         for index, batch in enumerate(batches):
             run = self._later if index else self._first
             inputs = batch.input_ids, batch.labels, *((batch.position_ids,) if self._documents else ())

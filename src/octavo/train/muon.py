@@ -69,9 +69,10 @@ def orthogonalised(stack: Tensor, dtype: torch.dtype, *, batched: bool | None = 
 
 
 def _iterated(x: Tensor, add_product: Callable[..., Tensor], a: float, b: float, c: float, tall: bool) -> Tensor:
-    for _ in range(STEPS):
-        gram = x @ x.mT
-        x = add_product(x, add_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    with torch.autocast(x.device.type, enabled=False):
+        for _ in range(STEPS):
+            gram = x @ x.mT
+            x = add_product(x, add_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
 
 
@@ -288,8 +289,8 @@ class MuonAdamW(AdamW):
             local.add_(own.local.view_as(local), alpha=-(rate * factors[0]))
             return
         # The factor of each of this rank's rows, by its matrix.
-        rows = torch.cat([torch.arange(run.start, run.stop) for run in part.indices[0].ranges])
-        numbers = [torch.full((count, size, 1), index) for index, (count, size, _) in enumerate(one.matrices)]
+        rows = torch.cat([torch.arange(run.start, run.stop, device="cpu") for run in part.indices[0].ranges])
+        numbers = [rows.new_full((count, size, 1), index) for index, (count, size, _) in enumerate(one.matrices)]
         of_row = one.join(numbers)[:, 0][rows].to(local.device)
         for index, factor in enumerate(factors):
             chosen = (of_row == index).nonzero()[:, 0]

@@ -143,7 +143,7 @@ def train_step(context: TrainContext, step: int, stop: StopRequest | None = None
 
 def _forward_and_backward(context: TrainContext, batches: Sequence[Batch], targets: int | torch.Tensor) -> torch.Tensor:
     """Accumulate the gradients of a step; returns this rank's loss."""
-    total = torch.zeros((), device=context.plan.device)
+    total = torch.zeros((), dtype=torch.float32, device=context.plan.device)
     for index, batch in enumerate(batches):
         accumulate(context.model, last=index == len(batches) - 1)
         context.watch.phase("forward")
@@ -166,7 +166,7 @@ def _routing_metrics(model: nn.Module, routed: Sequence[float]) -> dict[str, Any
     if not routed or not isinstance(model, Decoder):
         return {}
     *sums, balance, z_loss = routed
-    metrics = routing_metrics(torch.tensor(sums).view(-1, 2 * model.spec.experts + 2), model.spec.top_k)
+    metrics = routing_metrics(torch.tensor(sums, dtype=torch.float64).view(-1, 2 * model.spec.experts + 2), model.spec.top_k)
     return metrics | {"balancing_loss": balance, "router_z_loss": z_loss}
 
 

@@ -25,7 +25,7 @@ from octavo.config.run import EVALUATION, RunConfig
 from octavo.data.prepared import PreparedData, check_vocabulary, with_packing
 from octavo.data.special_tokens import SpecialTokens, check_overrides
 from octavo.data.tokenizer import other_beside, tokenizer_files
-from octavo.errors import InputError
+from octavo.errors import InputError, print_in_any_encoding
 from octavo.job_ranks import adopt_ranks
 from octavo.models.generation import load_generation_config
 from octavo.parallel.coordination import all_ranks, writing_ranks
@@ -118,7 +118,12 @@ class Trainer:
             RunStopped: after a signal; the run is saved and the same call continues it.
             OctavoError: no whole checkpoint, no space, or a loss that is not finite.
         """
+        with _defaults():
+            return self._train(stop)
+
+    def _train(self, stop: StopRequest | None) -> Result:
         config = self.config
+        print_in_any_encoding()
         adopt_ranks()
         console = self._console or Console(quiet=rank_variable("RANK", 0) > 0)
         plan = check(config)
@@ -324,6 +329,22 @@ def _other_tokens(plan: RunPlan, tokens: SpecialTokens, config: Mapping[str, Any
             f"{role} of {source}: {sentence}. The run and its exports use {fitted[role]}, from data.tokenizer = {name!r}. "
             f"Correct the file that is wrong: {role.removesuffix('_id')} in tokenizer_config.json, or {role} in the others."
         )
+
+
+@contextlib.contextmanager
+def _defaults() -> Iterator[None]:
+    """PyTorch's defaults of dtype, device, autocast and gradients, for the numbers of `octavo train`."""
+    dtype, device = torch.get_default_dtype(), torch.get_default_device()
+    with contextlib.ExitStack() as around:
+        around.enter_context(torch.inference_mode(False))
+        around.enter_context(torch.enable_grad())
+        for kind in ("cpu", "cuda"):
+            around.enter_context(torch.autocast(kind, enabled=False))
+        if device.type != "cpu":
+            around.enter_context(torch.device("cpu"))
+        torch.set_default_dtype(torch.float32)
+        around.callback(torch.set_default_dtype, dtype)
+        yield
 
 
 @contextlib.contextmanager

@@ -429,7 +429,9 @@ def load_optimizer(model_state: Mapping[str, Any], key: str, reader: Any, planne
             parameter = model_state.get(path[2]) if path[1] == "state" and len(path) > 3 else None
             alike = parameter if has_part(parameter) and parameter.shape == stored.size else None
             dtype = stored.properties.dtype
-            state[name] = torch.zeros(stored.size, dtype=dtype) if alike is None else torch.zeros_like(alike, dtype=dtype)
+            state[name] = (
+                torch.zeros(stored.size, dtype=dtype, device="cpu") if alike is None else torch.zeros_like(alike, dtype=dtype)
+            )
     state_dict_loader.load(state, storage_reader=reader, planner=planner, process_group=group)
     nested: dict[str, Any] = {}
     for name, value in state.items():

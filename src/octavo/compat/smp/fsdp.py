@@ -85,7 +85,7 @@ class ShardedModel(FullyShardedDataParallel):
         self.state_settings = state_dicts.Settings()
         if sharding is not None:
             # [replicas, shards, tensor ranks]
-            layout = torch.arange(ranks.world_size).view(-1, sharding.mesh.size(-1), ranks.tp_size)
+            layout = torch.arange(ranks.world_size, device="cpu").view(-1, sharding.mesh.size(-1), ranks.tp_size)
             groups = [layout.flatten(1), layout.transpose(1, 2).flatten(0, 1), layout.permute(1, 2, 0).flatten(0, 1)]
             make_background_groups([list(range(ranks.world_size)), *(group for each in groups for group in each.tolist())])
             replica_group(sharding.mesh.size(-1))

@@ -70,7 +70,7 @@ def replica_group(degree: int) -> dist.ProcessGroup:
         return ranks.world_process_group
 
     def make() -> Any:
-        return dist.new_subgroups_by_enumeration(torch.arange(ranks.world_size).view(-1, inside).tolist())[0]
+        return dist.new_subgroups_by_enumeration(torch.arange(ranks.world_size, device="cpu").view(-1, inside).tolist())[0]
 
     group: dist.ProcessGroup = cached("replica", degree, make)
     return group

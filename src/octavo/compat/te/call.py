@@ -294,7 +294,8 @@ class Given:
             fits = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.dim() == 4
             fits = fits and tuple(mask.shape[:3]) == (len(expected), 1, 1) and mask.shape[3] >= max(expected, default=0)
             if fits:
-                padded = torch.arange(mask.shape[3])[None] >= torch.tensor(expected, dtype=torch.int64)[:, None]
+                host: dict[str, Any] = {"dtype": torch.int64, "device": "cpu"}
+                padded = torch.arange(mask.shape[3], **host) >= torch.tensor(expected, **host)[:, None]
                 fits = torch.equal(mask[:, 0, 0].cpu(), padded)
             if not fits:
                 raise InputError(

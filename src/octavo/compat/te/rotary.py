@@ -147,7 +147,9 @@ def apply_rotary_pos_emb(
         starts = _starts(start_positions, len(ends) - 1)
         at = positions(ends, len(t), parts=cp_size, part=cp_rank)
         if starts is not None and len(starts):
-            number = torch.bucketize(torch.arange(len(t)), torch.tensor(ends[1:]), right=True).clamp(max=len(starts) - 1)
+            host: dict[str, Any] = {"dtype": torch.int64, "device": "cpu"}
+            places = torch.bucketize(torch.arange(len(t), **host), torch.tensor(ends[1:], **host), right=True)
+            number = places.clamp(max=len(starts) - 1)
             at = torch.where(at < 0, at, at + starts[number])
         return turned(t[None], tables(freqs, at[None]), interleaved=interleaved)[0].contiguous()
     tokens, samples = (t.shape[0], t.shape[1]) if first else (t.shape[1], t.shape[0])

@@ -136,7 +136,7 @@ def positions(ends: Sequence[int], tokens: int, *, parts: int = 1, part: int = 0
             )
     if ends[-1] // parts > tokens:
         raise InputError(f"cu_seqlens: sequences end at token {ends[-1] // parts}, and there are {tokens}.")
-    out = torch.full((tokens,), -1, dtype=torch.int64)
+    out = torch.full((tokens,), -1, dtype=torch.int64, device="cpu")
     for start, end in itertools.pairwise(ends):
         first, last = start // parts, end // parts
         out[first:last] = chunks(last - first, parts, part)
@@ -150,11 +150,12 @@ def chunks(tokens: int, parts: int, part: int) -> Tensor:
         InputError: an odd number of tokens, which cannot be two chunks.
     """
     if parts == 1:
-        return torch.arange(tokens)
+        return torch.arange(tokens, device="cpu")
     if tokens % 2:
         raise InputError(
             f"{tokens} tokens of a rank with cp_size={parts}: they are two chunks, an even number. Pad the sequences."
         )
     half = tokens // 2
     behind = parts * tokens - (part + 1) * half
-    return torch.cat((torch.arange(part * half, part * half + half), torch.arange(behind, behind + half)))
+    spans = ((part * half, part * half + half), (behind, behind + half))
+    return torch.cat([torch.arange(*span, device="cpu") for span in spans])

@@ -256,7 +256,7 @@ def _scaling(states: Sequence[ModuleState], operands: Sequence[Operand | None]) 
     slots = [state.records.get(operand) if operand is not None else None for state in states for operand in operands]
     one = next(slot for state in states for slot in state.records.values())
     length = max(len(slot.history) for slot in slots if slot is not None)
-    none = torch.ones((), device=one.scale.device), torch.zeros(length, device=one.scale.device)
+    none = one.scale.new_ones(()), one.scale.new_zeros(length)
     pairs = [none if slot is None else (slot.scale, slot.history) for slot in slots]
     scales, histories = torch.stack([scale for scale, _ in pairs]), torch.stack([history for _, history in pairs], 1)
     return Scaling(scales.as_subclass(Copy), histories.as_subclass(Copy))

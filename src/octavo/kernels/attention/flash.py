@@ -137,7 +137,8 @@ def _packing(
     if q_ends[-1] != batch * queries or k_ends[-1] != batch * keys:
         return None
     longest_q, longest_k = (max(end - start for start, end in itertools.pairwise(ends)) for ends in (q_ends, k_ends))
-    q_rows, k_rows = (torch.tensor(ends, dtype=torch.int32).to(device, non_blocking=True) for ends in (q_ends, k_ends))
+    on_host = (torch.tensor(ends, dtype=torch.int32, device="cpu") for ends in (q_ends, k_ends))
+    q_rows, k_rows = (ends.to(device, non_blocking=True) for ends in on_host)
     return Packing(q_rows, k_rows, longest_q, longest_k)
 
 

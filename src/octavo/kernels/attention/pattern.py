@@ -115,7 +115,7 @@ class Pattern:
         assert self.real_tokens is not None
         spans: list[Span] = []
         for sample, real in enumerate(self.real_tokens):
-            before = torch.cat((torch.zeros(1, dtype=torch.int64), real.cumsum(0)))  # real tokens before each place
+            before = torch.cat((real.new_zeros(1, dtype=torch.int64), real.cumsum(0)))  # real tokens before each place
             at = int(before[-1])  # padding follows all real tokens
             for first, end in self.bounds(sample):
                 low, high = int(before[first]), int(before[end])
@@ -140,7 +140,7 @@ class Pattern:
         if self.window is not None:
             seen &= ahead < self.window
         if self.documents:
-            starts = torch.zeros(batch, self.tokens, dtype=torch.int64)
+            starts = torch.zeros(batch, self.tokens, dtype=torch.int64, device="cpu")
             for sample, firsts in enumerate(self.documents):
                 starts[sample, list(firsts)] = 1
             number = starts.cumsum(1).to(device)
@@ -183,12 +183,12 @@ def pattern_of(
             f"attention_mask has the value {attention_mask.min().item():g}, as a mask that is added to logits: give 1 for "
             "tokens, and 0 for padding."
         )
-    cuts = torch.zeros(batch, whole, dtype=torch.bool)
+    cuts = real.new_zeros(batch, whole)
     cuts[:, :tokens] = begins
     real_tokens = None
     edges = real[:, 1:] != real[:, :-1]
     if bool((edges.sum(1) > 2).any()) or bool(((edges.sum(1) == 2) & real[:, 0]).any()):
-        real_tokens = torch.ones(batch, whole, dtype=torch.bool)
+        real_tokens = real.new_ones(batch, whole)
         real_tokens[:, :tokens] = real
     else:
         cuts[:, 1:tokens] |= edges
@@ -225,7 +225,7 @@ def _on_host(
     position_ids: Tensor | None, attention_mask: Tensor | None, batch: int, tokens: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """bool [B, T] on the host: a document begins, not padding, negative in the mask. A GPU that has both is waited for once."""
-    first = next(x for x in (position_ids, attention_mask, torch.empty(0)) if x is not None)
+    first = next(x for x in (position_ids, attention_mask, torch.empty(0, device="cpu")) if x is not None)
     begins = torch.zeros(batch, tokens, dtype=torch.bool, device=first.device)
     if position_ids is not None:
         begins[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1

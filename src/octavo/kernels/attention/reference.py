@@ -47,7 +47,7 @@ def forward(
         top = logits.logsumexp(-1)
         lse[:, :, rows] = top.flatten(1, 2)
         probabilities = (logits - _finite(top)[..., None]).exp()
-        out[:, rows] = torch.einsum("bgpqk,bkgd->bqgpd", probabilities, v[:, keys].to(wide)).flatten(2, 3)
+        out[:, rows] = _einsum("bgpqk,bkgd->bqgpd", probabilities, v[:, keys].to(wide)).flatten(2, 3)
     return out, lse
 
 
@@ -69,11 +69,11 @@ def backward(
         logits = _logits(q[:, rows], k[:, keys], seen, scale)
         of_rows = lse[:, :, rows].to(wide).unflatten(1, (groups, -1))
         probabilities = (logits - _finite(of_rows)[..., None]).exp()
-        dv[:, keys] += torch.einsum("bgpqk,bqgpd->bkgd", probabilities, grad)
-        slopes = torch.einsum("bqgpd,bkgd->bgpqk", grad, v[:, keys].to(wide)) - delta[..., rows, None]
+        dv[:, keys] += _einsum("bgpqk,bqgpd->bkgd", probabilities, grad)
+        slopes = _einsum("bqgpd,bkgd->bgpqk", grad, v[:, keys].to(wide)) - delta[..., rows, None]
         slopes = probabilities * slopes * scale
-        dq[:, rows] += torch.einsum("bgpqk,bkgd->bqgpd", slopes, k[:, keys].to(wide)).flatten(2, 3)
-        dk[:, keys] += torch.einsum("bgpqk,bqgpd->bkgd", slopes, query)
+        dq[:, rows] += _einsum("bgpqk,bkgd->bqgpd", slopes, k[:, keys].to(wide)).flatten(2, 3)
+        dk[:, keys] += _einsum("bgpqk,bqgpd->bkgd", slopes, query)
     return dq, dk, dv
 
 
@@ -106,8 +106,14 @@ def _blocks(
 def _logits(q: Tensor, k: Tensor, seen: Tensor | None, scale: float) -> Tensor:
     """q [B, queries, H, D], k [B, keys, G, D] → [B, G, H/G, queries, keys]."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    logits = torch.einsum("bqgpd,bkgd->bgpqk", q.to(wide).unflatten(2, (k.shape[2], -1)), k.to(wide)) * scale
+    logits = _einsum("bqgpd,bkgd->bgpqk", q.to(wide).unflatten(2, (k.shape[2], -1)), k.to(wide)) * scale
     return logits if seen is None else logits.masked_fill(~seen, -torch.inf)
+
+
+def _einsum(equation: str, x: Tensor, y: Tensor) -> Tensor:
+    """`torch.einsum` in the dtype of both, which `torch.autocast` would round."""
+    with torch.autocast(x.device.type, enabled=False):
+        return torch.einsum(equation, x, y)
 
 
 def _finite(lse: Tensor) -> Tensor:
