@@ -339,7 +339,8 @@ def _defaults() -> Iterator[None]:
         around.enter_context(torch.inference_mode(False))
         around.enter_context(torch.enable_grad())
         for kind in ("cpu", "cuda"):
-            around.enter_context(torch.autocast(kind, enabled=False))
+            # Only the outermost autocast clears its copies of weights: a run's inner ones would use those of its first step.
+            around.enter_context(torch.autocast(kind, enabled=False, cache_enabled=False))
         if device.type != "cpu":
             around.enter_context(torch.device("cpu"))
         torch.set_default_dtype(torch.float32)
