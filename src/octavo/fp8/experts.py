@@ -194,12 +194,9 @@ class GroupedGemms(ExpertsGemms):
         if self.first is False and any(state.weight_cache is not None for state in states):
             return _stacked([each._weight_in_both(weight) for each, weight in zip(self._each, weights, strict=True)])
         once = self.first is None and has_one_scale(self.recipe)
-        if once:
-            pairs = zip(self._each, weights, strict=True)
-            columnwise = self.grads and self.wants_x and all(each.may_cache(weight) for each, weight in pairs)
-        else:
-            columnwise = self.grads or self.first is not None
-        recast = once and self.grads and not columnwise
+        # A scale each: backward casts the matrices again. Their second layouts would be as large as all weights in FP8.
+        columnwise = not once and (self.grads or self.first is not None)
+        recast = once and self.grads
         w, self._weight_scale = self._cast(
             Operand.WEIGHT, _Separate(weights), rowwise=True, columnwise=columnwise, save_scale=recast
         )

@@ -267,22 +267,18 @@ class LinearQuantizer:
             return self._weight_in_both(weight)
         if self._discards_cached:
             self.state.weight_cache = None
-        cache = cache and self.wants_x and not self.recomputes_output and self.may_cache(weight)
+        cache = cache and self.wants_x and not self.recomputes_output
+        # A second cast of a float32 weight would read four bytes to save one.
+        cache = cache and (weight.itemsize > 2 or self.state.caches_columnwise)
+        # FSDP may free it between forward and backward, so that a cached layout would undo the saving. Weights of FSDP1 are
+        # parts of a flat parameter.
+        cache = cache and weight.untyped_storage().nbytes() == weight.nbytes and not checkpoints.has_hooks()
+        cache = cache and not (WRAPPED and is_sharded(self.state.module))
         columnwise = columnwise or (self.grads and cache)
         recast = self.grads and not columnwise  # in backward
         w, scale = self._cast(Operand.WEIGHT, self._operand(weight), rowwise=rowwise, columnwise=columnwise, save_scale=recast)
         self._weight_scale = scale
         return w
-
-    def may_cache(self, weight: Tensor) -> bool:
-        """True if forward may cache the layout of a weight that backward reads, where the memory is worth it."""
-        # A second cast of a float32 weight would read four bytes to save one.
-        if weight.itemsize <= 2 and not self.state.caches_columnwise:
-            return False
-        # FSDP may free it between forward and backward, so that a cached layout would undo the saving. Weights of FSDP1 are
-        # parts of a flat parameter.
-        whole = weight.untyped_storage().nbytes() == weight.nbytes
-        return whole and not checkpoints.has_hooks() and not (WRAPPED and is_sharded(self.state.module))
 
     def _weight_in_both(self, weight: Tensor) -> QuantizedTensor:
         """The gathered weight, that of an earlier micro-batch, or a new one, columnwise where there will be gradients."""
