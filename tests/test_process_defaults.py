@@ -14,6 +14,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 import octavo
+from defaults import default_dtype
 from octavo.kernels import gemm, reference
 from octavo.kernels.adamw import adamw_
 from octavo.kernels.attention import reference as attention
@@ -25,16 +26,6 @@ sys.path.insert(0, str(Path(__file__).parent / "models"))
 from llamas import llama, tokens
 
 SOURCE = Path(octavo.__file__).parent
-
-
-@contextlib.contextmanager
-def default_dtype(dtype):
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 @contextlib.contextmanager

@@ -281,6 +281,7 @@ def _stacked(matrices: Sequence[QuantizedTensor]) -> QuantizedTensor:
     stacks: list[Tensor | None] = []
     for tensors in zip(*matrices, strict=True):
         parts = [part for part in tensors if part is not None]
+        assert len(parts) in (0, len(tensors))  # each matrix has the same layouts
         stacks.append(_stack(parts) if parts else None)
     return QuantizedTensor(*stacks)
 

@@ -19,9 +19,6 @@ from octavo.kernels import algorithms, low_rank, reference
 ALIGNMENT = 16
 """cuBLAS requires multiples of this for the summed dimension and the result's columns: 16 bytes."""
 
-Operand = tuple[Tensor, Tensor]
-"""FP8 [N, C] with the inverses of its scales."""
-
 
 @functools.cache
 def capability(device: torch.device) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""What a call in a script gives, found without running it: of libraries, built-ins, estimators, methods, its own functions."""
+"""Results of a script's calls without running it: calls of libraries, built-ins, estimators, methods and its own functions."""
 
 from __future__ import annotations
 

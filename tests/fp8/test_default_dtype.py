@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import octavo
+from defaults import default_dtype
 
 RECIPES = {
     "delayed": lambda: octavo.recipe.DelayedScaling(amax_history_len=3),
@@ -21,16 +22,6 @@ LAYERS = {
     "GroupedLinear": lambda **how: octavo.nn.GroupedLinear(2, 32, 48, **how),
     "TransformerLayer": lambda **how: octavo.nn.TransformerLayer(32, 64, 4, **how),
 }
-
-
-@contextlib.contextmanager
-def default_dtype(dtype):
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def trained(name, recipe, around):
