@@ -2,9 +2,9 @@
 
     python -m benchmarks.grouped_linear --output benchmarks/results/grouped-linear.json
 
-`octavo-single` is Octavo with one product per expert, as it runs large experts. Rows are even: Transformer Engine's FP8 products
-need multiples of 16 per expert. Before it is timed, an entry's output and gradients are compared with float32. Times are
-medians; peaks are beside weights, gradients and input.
+`octavo-single` is Octavo with one product per expert, as it runs large experts. Rows are even: in FP8 Transformer Engine
+multiplies only multiples of 16 per expert. Before it is timed, an entry's output and gradients are compared with float32. Times
+are medians; peaks are beside weights, gradients and input.
 """
 
 from __future__ import annotations
