@@ -1,5 +1,6 @@
 """What tests of several folders share: a corpus and a run file so small that a whole training takes a second or two."""
 
+import collections
 import contextlib
 import gc
 import inspect
@@ -46,18 +47,57 @@ def pytest_report_header():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """`@long(condition)` marks the cases whose parameters, by their names, satisfy the condition; `@long` all.
+    """Mark the cases that `make test` omits: of `@long`, and those that `_superfluous` finds.
 
-    `@one_of(n)` leaves one case of n unmarked, drawn by its name: the same ones each time.
+    `@long` marks all cases of a test; `@long(condition)` those whose parameters, by their names, satisfy the condition.
     """
+    cases = collections.defaultdict(list)
     for item in items:
         for mark in [mark for mark in item.own_markers if mark.name == "long" and mark.args]:
             (condition,) = mark.args
             if not condition(*(item.callspec.params[name] for name in inspect.signature(condition).parameters)):
                 item.own_markers.remove(mark)
                 item.keywords._markers.pop("long", None)
-        if any(zlib.crc32(item.name.encode()) % mark.args[0] for mark in item.own_markers if mark.name == "one_of"):
+        if hasattr(item, "callspec") and "long" not in item.keywords and "gpu" not in item.keywords:
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for of_one_test in cases.values():
+        for item in _superfluous(of_one_test):
             item.add_marker("long")
+
+
+def _superfluous(items):
+    """All but one case of a test of several ranks, and else a few in which every row of every `parametrize` occurs.
+
+    Always the same: by the names of the cases.
+    """
+    left = sorted(items, key=lambda item: zlib.crc32(item.name.encode()))
+    fixtures = [each[-1].func for each in items[0]._fixtureinfo.name2fixturedefs.values()]
+    if any(_starts_ranks(function) for function in (items[0].function, *fixtures)):
+        return left[1:]
+    values = {item: set(enumerate(item.callspec._idlist)) for item in items}
+    missing = set().union(*values.values())
+    while missing:
+        chosen = max(left, key=lambda item: len(values[item] & missing))
+        left.remove(chosen)
+        missing -= values[chosen]
+    return left
+
+
+def _starts_ranks(function, seen=()):
+    """Whether a function uses the module `ranks`, or calls one of its own module that does."""
+    function = inspect.unwrap(function)
+    if function in seen or not inspect.isfunction(function):
+        return False
+    codes, names = [function.__code__], set()
+    for code in codes:
+        names |= {*code.co_names}
+        codes += filter(inspect.iscode, code.co_consts)
+    used = [function.__globals__[name] for name in names if name in function.__globals__]
+    return sys.modules.get("ranks") in used or any(
+        _starts_ranks(each, (*seen, function))
+        for each in used
+        if inspect.isfunction(each) and each.__module__ == function.__module__
+    )
 
 
 @pytest.hookimpl(optionalhook=True)  # tests on a GPU need no pytest-xdist

@@ -48,7 +48,6 @@ def trained(name, recipe, around):
     return {key: value for key, value in results.items() if value is not None}
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("around", ["bfloat16", "float64", "another device"])

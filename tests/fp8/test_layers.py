@@ -140,7 +140,6 @@ def test_an_mlp_is_its_parts(recipe, kind, activation):
             module.zero_grad()
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize("fp8", [True, False], ids=["FP8", "no FP8"])
 @pytest.mark.parametrize("autocast", [True, False], ids=["torch.autocast", "plain"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -116,7 +116,6 @@ def close(tensor, pair, dtype, bias=None, what=""):
     assert off.max() <= 1, f"{what}: {off.max():.3g} times the allowed error, {np.mean(off > 1):.2%} of the elements"
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("recipe", RECIPES)

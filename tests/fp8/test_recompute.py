@@ -131,7 +131,6 @@ WAYS = {
 }
 
 
-@pytest.mark.one_of(3)
 @pytest.mark.parametrize("inside", [True, False], ids=["backward inside", "backward after"])
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("way", WAYS)
@@ -332,7 +331,6 @@ def plain_steps(forward, **options):
     return steps(forward, lambda function, x: function(x), **options)
 
 
-@pytest.mark.one_of(3)
 @pytest.mark.parametrize("way", CHECKPOINTS)
 @pytest.mark.parametrize("state", ["", "evaluated", "later"])
 @pytest.mark.parametrize(

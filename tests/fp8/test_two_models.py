@@ -45,7 +45,6 @@ def crossed(a, b):
 ORDERS = (in_steps, forwards_first, one_inside, crossed)
 
 
-@pytest.mark.one_of(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.__name__)
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
@@ -71,7 +70,6 @@ def test_an_evaluation_between_forward_and_backward(pair):
     assert same(b.log, alone(pair[1], 2, "reentrant", evaluates=True))
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 def test_nested_autocasts(pair, kind):

@@ -99,7 +99,6 @@ def assert_made(got, want):
     assert torch.equal(got.scale_inv, want.scale_inv)
 
 
-@pytest.mark.one_of(3)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("rows", "columns", "block"), SHAPES)
 def test_definition_equals_float64(name, rows, columns, block):
@@ -121,7 +120,6 @@ def test_swiglu_of_the_decoder():
     assert torch.equal(act.activation("swiglu", x, 16, F32).rowwise_data, want)
 
 
-@pytest.mark.one_of(3)
 @interpreted
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("rows", "columns", "block"), SHAPES)
@@ -137,7 +135,6 @@ def test_kernel_equals_float64(name, rows, columns, block):
     assert (y.columnwise_data, y.scale_inv, dx.columnwise_data, dx.scale_inv) == (None,) * 4
 
 
-@pytest.mark.one_of(3)
 @interpreted
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
@@ -153,7 +150,6 @@ def test_forward_in_fp8(exact_casts, name, fmt, dtype):
         torch.testing.assert_close(quantizer.amax, want_amax)
 
 
-@pytest.mark.one_of(2)
 @interpreted
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("name", NAMES)
@@ -204,7 +200,6 @@ def test_any_tiles(exact_casts, name, tiles):
     torch.testing.assert_close(bias, reference.activation_backward(name, dy, x, 16).sum(0), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.one_of(2)
 @interpreted
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("rows", "columns", "block"), [(68, 48, 16), (4, 20, 4), (132, 7, 1), (8, 48, 48)])
@@ -330,7 +325,6 @@ def test_no_rows(name):
     assert quantizer.amax == 0.125
 
 
-@pytest.mark.one_of(3)
 @pytest.mark.parametrize("name", ["swiglu", "gelu", CLAMPED])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("columnwise", [True, False])
@@ -352,7 +346,6 @@ def test_what_is_stored_beside_is_what_is_cast(exact_casts, run, rows, columns, 
     assert not columnwise or torch.equal(made.columnwise_data.float(), cast.float().t())
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize("name", ["swiglu", "gelu", CLAMPED])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(

@@ -87,7 +87,6 @@ def assert_right(got, want, heads, groups, dtype):
         assert off(one, other) < ROUNDING[dtype]
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("batch", "tokens", "heads", "groups", "dim"), SHAPES)
 def test_definition(dtype, batch, tokens, heads, groups, dim):

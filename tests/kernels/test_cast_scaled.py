@@ -63,7 +63,6 @@ def check(made, x, cast, row, column):
 class TestKernels:
     pytestmark = interpreted
 
-    @pytest.mark.one_of(3)
     @FORMATS
     @DTYPES
     @SIZES
@@ -95,7 +94,6 @@ class TestKernels:
         made = launch_rows(x, E4M3.dtype, E4M3.max, rowwise=True, columnwise=False, row_tile=256, longest_row=512)
         check(made, x, lambda m: reference.cast_rows(m, E4M3.dtype, E4M3.max), True, False)
 
-    @pytest.mark.one_of(3)
     @FORMATS
     @DTYPES
     @SIZES
@@ -195,7 +193,6 @@ class TestProductsOfBlocks:
         monkeypatch.setattr(gemm, "_takes_blocks", lambda device: True)
         monkeypatch.setattr(torch.nn.functional, "scaled_mm", scaled_mm_of_blocks)
 
-    @pytest.mark.one_of(3)
     @pytest.mark.parametrize(("m", "k", "n"), [(256, 384, 128), (200, 336, 150), (16, 640, 256), (1, 130, 1)])
     @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32, torch.float16])
     @pytest.mark.parametrize("high", [1, 128])

@@ -63,7 +63,6 @@ def test_gradient_in_fp8(exact_casts, shape, rows, columns, dtype):
     torch.testing.assert_close(grad.fp8.float() * grad.scale_inv, want * 0.25, rtol=0.13, atol=2.0**-17 / E5M2.max)
 
 
-@pytest.mark.one_of(3)
 @INTERPRETER
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero):RuntimeWarning")  # of the interpreter
 @of_each_shape

@@ -84,7 +84,6 @@ def drawn(rows=11, vocabulary=VOCABULARY, dtype=torch.float32):
     return logits, target
 
 
-@pytest.mark.one_of(6)
 @ways
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -112,7 +111,6 @@ def test_gradients_in_fp8(exact_casts, shape, objective):
     torch.testing.assert_close(grad.double(), want, rtol=0.13, atol=2.0**-17 / E5M2.max)
 
 
-@pytest.mark.one_of(2)
 @ways
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("fp8", [None, E5M2.dtype], ids=str)
@@ -130,7 +128,6 @@ def test_a_word_of_the_vocabulary_may_be_no_target(exact_casts, shape, dtype, fp
         torch.testing.assert_close(grad.double(), want, rtol=1e-4 if dtype == torch.float32 else 4e-3, atol=1e-6)
 
 
-@pytest.mark.one_of(2)
 @ways
 @pytest.mark.parametrize("fp8", [None, E5M2.dtype], ids=str)
 @pytest.mark.parametrize("padding", [torch.nan, torch.inf, 1e4])
@@ -143,7 +140,6 @@ def test_padding_may_hold_anything(exact_casts, shape, fp8, padding):
     assert torch.equal(grad, want)
 
 
-@pytest.mark.one_of(6)
 @ways
 @pytest.mark.parametrize("first", [-torch.inf, -1e3, -100.0, 0.0, 1e3])
 @pytest.mark.parametrize("second", [-torch.inf, -1e3, -300.0, -60.0, 87.0, 89.0, 300.0, 1e3])
@@ -170,7 +166,6 @@ def test_a_certain_target_has_no_gradient(fused_fma, shape, largest, at):
     assert loss.item() == pytest.approx(0, abs=1e-6)
 
 
-@pytest.mark.one_of(2)
 @ways
 @pytest.mark.parametrize("unknown", [-1, VOCABULARY, VOCABULARY + WIDTH, 2**40])
 @pytest.mark.parametrize("fp8", [None, E5M2.dtype], ids=str)
@@ -184,7 +179,6 @@ def test_a_target_outside_the_vocabulary_makes_its_row_nan_alone(shape, unknown,
     assert not grad[[row for row in range(len(rows)) if row != 5]].isnan().any()
 
 
-@pytest.mark.one_of(2)
 @ways
 @pytest.mark.parametrize("column", [3, WIDTH + 80])
 @pytest.mark.parametrize("broken", [torch.inf, torch.nan])

@@ -46,7 +46,6 @@ def assert_rounded_once(found, wanted, magnitudes):
     assert ((found.double() - wanted).abs() <= error).all()
 
 
-@pytest.mark.one_of(2)
 @both
 @pytest.mark.parametrize(("tokens", "words", "columns"), [(1, 1, 1), (33, 5, 100), (64, 1000, 7), (200, 3, 64), (65, 9, 2060)])
 @pytest.mark.parametrize("draw", [uniform, frequent, alone])

@@ -267,7 +267,6 @@ def test_a_layer_over_tiles_equals_one_product_an_expert(recipe, monkeypatch):
         assert (results[1][name].float() - tensor.float()).norm() <= 1e-2 * tensor.float().norm(), name
 
 
-@pytest.mark.one_of(3)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("splits", [[128, 256, 0], [3, 0, 20], [130, 1, 0]], ids=str)
 @pytest.mark.parametrize("bias", [True, False])

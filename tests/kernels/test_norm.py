@@ -119,7 +119,6 @@ def test_definition_equals_float64(kind, dtype, residual, rows, columns):
     assert dbias is None if want[4] is None else off(dbias, want[4]) < 2e-6
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "run",
@@ -185,7 +184,6 @@ def test_blocks_hold_a_row_and_little_more(shape, widest):
         assert programs is None or programs >= 1
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.long(lambda dtype, residual: residual == (dtype == torch.float32))
 @interpreted
 @pytest.mark.parametrize("kind", KINDS)
@@ -208,7 +206,6 @@ def test_kernels_equal_float64(exact_casts, kind, dtype, residual, tile, rows, c
     assert dbias is None if want[4] is None else off(dbias, want[4]) < 2e-6
 
 
-@pytest.mark.one_of(2)
 @interpreted
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
@@ -338,7 +335,6 @@ def test_no_rows(kind, column, run):
     assert quantizer.amax == 0.25
 
 
-@pytest.mark.one_of(3)
 @pytest.mark.long(lambda dtype, row, column: dtype == torch.float16 or (dtype == torch.float32 and row != column))
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

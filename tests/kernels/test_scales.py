@@ -22,7 +22,6 @@ def same(one, other):
     return torch.equal(one.view(torch.int32), other.view(torch.int32))
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy's, in the interpreter
 @pytest.mark.parametrize("run", [launch, update_scales_], ids=["kernel", "plain"])
 @pytest.mark.parametrize("margin", [0, 2])

@@ -50,7 +50,6 @@ def test_without_fp8_they_are_float64(which, kind, bias):
     assert_near(run(case, *inputs(), None), exact(case, *inputs()), WIDE, by_norm=False)
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize("recipe", FP8)
 @pytest.mark.parametrize("kind", NORMS)
 @pytest.mark.parametrize("which", ["linear", "split", "mlp", "layer", "normed layer", "parallel layer"])
@@ -63,7 +62,6 @@ def test_with_fp8_they_are_float64_but_for_its_rounding(which, kind, recipe):
     assert (found[last] - run(case, *inputs(), None)[last]).norm() > 0.003 * found[last].norm()
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize("recipe", ["none", "delayed", "block"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("bias", [True, False])
@@ -118,7 +116,6 @@ def test_they_are_what_a_compiler_is_given_instead(which, recipe):
             )
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("which", CASES)
 def test_a_stream_is_its_sum(which, recipe):
@@ -197,7 +194,6 @@ FROZEN = {
 }
 
 
-@pytest.mark.one_of(3)
 @pytest.mark.parametrize("recipe", ["none", "delayed", "current", "block"])
 @pytest.mark.parametrize("frozen", FROZEN)
 @pytest.mark.parametrize("which", ["linear", "split", "mlp", "mlp again"])
@@ -230,7 +226,6 @@ def test_a_second_derivative_is_refused(which, recipe):
         torch.autograd.grad(y.square().sum(), x, create_graph=True)
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("which", CASES)
 def test_a_graph_that_is_kept_gives_its_gradients_twice(which, recipe):
@@ -254,7 +249,6 @@ def test_reentrant_checkpoints_change_no_bit(which, recipe):
     same_bits(run(repeated, *inputs(), RECIPES[recipe]), run(case, *inputs(), RECIPES[recipe]))
 
 
-@pytest.mark.one_of(3)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("which", CASES)
 @pytest.mark.parametrize("away", [False, True], ids=["checkpointed", "offloaded"])
@@ -287,7 +281,6 @@ def test_a_first_product_that_is_made_again_changes_no_bit_and_is_not_kept(activ
         assert kept == [1, 0]
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("which", CASES)
 def test_what_comes_out_may_be_written_over(which, recipe):
@@ -340,7 +333,6 @@ def test_a_float32_stream_takes_what_a_bf16_layer_adds(which):
     assert h.dtype == torch.float32
 
 
-@pytest.mark.one_of(3)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("which", CASES)
@@ -401,7 +393,6 @@ def test_training_goes_on_after_weights_were_kept_in_inference_mode():
     same_bits(*(run(c, *inputs(), RECIPES["current"]) for c in calls))
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("which", CASES)
 def test_copies_go_on_by_themselves(which, recipe):
@@ -544,7 +535,6 @@ def step(layer, x, recipe, g=None):
     return {"y": y.detach(), "x": x.grad} | {name: p.grad.clone() for name, p in layer.named_parameters()}
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("shape", [(0, 5, 32), (2, 0, 32), (0, 32)], ids=str)
 @pytest.mark.parametrize("which", LAYERS)
@@ -569,7 +559,6 @@ def test_empty_batches(which, shape, recipe):
     assert_near(found, wanted, 0.2, by_norm=True)
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("shape", [(1, 1, 32), (3, 1, 32)], ids=str)
 @pytest.mark.parametrize("which", LAYERS)
@@ -582,7 +571,6 @@ def test_sequences_of_one_token(which, shape, recipe):
         assert (found[name] - expected).norm() <= 0.2 * expected.norm() + 1e-5, name
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(("hidden", "ffn", "heads"), [(45, 21, 3), (50, 35, 5), (17, 1, 1), (36, 44, 6)])
 @pytest.mark.parametrize("kind", NORMS)
@@ -622,7 +610,6 @@ def strided(x, how):
 STRIDES = ["transposed", "columns first", "every second", "in a wider row", "expanded"]
 
 
-@pytest.mark.one_of(3)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("how", STRIDES)
 @pytest.mark.parametrize("which", LAYERS)

@@ -62,7 +62,6 @@ def assert_alike(grouped, layers):
                 assert entry[key] is None or torch.equal(mine[key], entry[key]), f"weight{i} {operand} {key}"
 
 
-@pytest.mark.one_of(3)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("splits", SPLITS, ids=str)
 @pytest.mark.parametrize("bias", [True, False])
@@ -193,7 +192,6 @@ def test_recomputation_repeats_it(recipe):
         assert torch.equal(one.grad, other.grad), name
 
 
-@pytest.mark.one_of(3)
 @pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise", "block"])
 @pytest.mark.parametrize("value", [0.0, torch.nan, torch.inf])
 @pytest.mark.parametrize("where", ["input", "weight"])

@@ -102,7 +102,6 @@ def test_of_16_bits(dtype, objective):
     assert_head(loss, hidden, weight, (wanted[0], *(grad * factor for grad in wanted[1:])), loss_off=0.005, off=0.015)
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize("logits", [True, False], ids=["all", "backward"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("objective", OBJECTIVES)

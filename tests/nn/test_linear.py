@@ -60,7 +60,6 @@ def called(kind):
     return layer, function, torch.randn(*((2, 4) if batched else (8,)), 16)
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize("fp8", [True, False])
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("kind", DIFFERENTIATED)
@@ -132,7 +131,6 @@ def test_a_returned_norm_is_that_of_the_sum():
         assert torch.equal(found, wanted)
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize("read", ["both", "product", "input"])
 @pytest.mark.parametrize("recipe", [None, *RECIPES])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

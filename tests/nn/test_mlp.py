@@ -129,7 +129,6 @@ def composed(layer, x, recipe):
         return (fc2(activated), normed, activated), pairs
 
 
-@pytest.mark.one_of(3)
 @pytest.mark.parametrize("checkpoint", [False, True])
 @pytest.mark.parametrize("recipe", [None, *RECIPES])
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
@@ -179,7 +178,6 @@ def test_returned_inputs_of_frozen_weights_have_the_gradient_of_the_layers_input
     assert all(getattr(layer, name).grad is None for name in pairs)
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize("result", [1, 2])
 @pytest.mark.parametrize("shape", [(6, 48), (2, 3, 48)])
 @pytest.mark.parametrize("recipe", [None, *RECIPES])

@@ -288,7 +288,6 @@ def assigned(module, x, counted=None, training=True):
     return torch.stack(tokens), p, logits, chosen
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("assignment", ["sinkhorn", "balanced"])
