@@ -232,6 +232,7 @@ def test_a_broken_peer_is_a_row_with_its_error(tmp_path, monkeypatch, source):
     assert "failed" in rendered(results)
 
 
+@pytest.mark.long(lambda fit: not fit)
 @pytest.mark.parametrize("fit", [True, False])
 def test_every_entry_trains_as_many_steps_whether_they_take_turns_or_not(tmp_path, monkeypatch, forked_workers, fit):
     """Else the first of two would lie a step ahead, and a loss beside another would say nothing."""

@@ -265,6 +265,7 @@ def octavo_parameters():
     return found
 
 
+@pytest.mark.long
 def test_octavos_weights_are_sharded_in_float32_or_as_the_name_says():
     for found in zip(*ranks.run(2, octavo_parameters), strict=True):
         (name, *first), (_, *second) = found

@@ -110,19 +110,19 @@ def saved(degrees, path, case):
     octavo.shutdown()
 
 
-def continued(degrees, paths, case):
-    """Of each checkpoint this rank's faults: of its load over another state, else of a further step.
+def continued(degrees, paths, case, steps_of=1):
+    """Of each checkpoint this rank's faults: of its load over another state, else, for one in `steps_of`, of a further step.
 
     The step is compared with that of one rank, which has to continue before.
     """
     octavo.init(degrees)
     model, optimizer = case.built(3)
-    found = {path.name: _continued(path, model, optimizer, case) for path in paths}
+    found = {path.name: _continued(path, model, optimizer, case, number % steps_of == 0) for number, path in enumerate(paths)}
     octavo.shutdown()
     return {name: faults for name, faults in found.items() if faults}
 
 
-def _continued(path, model, optimizer, case):
+def _continued(path, model, optimizer, case, further):
     with torch.no_grad():
         for parameter in model.parameters():
             local_of(parameter.data).fill_(torch.nan)
@@ -131,6 +131,8 @@ def _continued(path, model, optimizer, case):
     wrong = sorted(found.keys() ^ wanted.keys())
     if wrong := wrong + [name for name in wanted if name in found and error(found[name], wanted[name]) != 0.0]:
         return {"loaded": wrong}
+    if not further:
+        return {}
     numbers = case.step(model, optimizer, extra["samples"])
     of_one_rank = path.with_suffix(".one")
     if world.state.world_size == 1:

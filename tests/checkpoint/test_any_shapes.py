@@ -98,6 +98,7 @@ FEW, MANY = (
 )
 
 
+@pytest.mark.long
 @FEW
 @given(move=moves())
 def test_some_shapes_between_two_layouts(data, move):

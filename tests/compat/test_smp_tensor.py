@@ -56,7 +56,7 @@ def test_four_ranks_train_as_one_rank_does(degrees, strategies):
             assert found[f"{name} replicas"] == own
 
 
-@pytest.mark.long(lambda number: number == 4)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("number", "others"),
     [(2, [{"tensor_parallel_degree": 2}, {}]), (4, [{"tensor_parallel_degree": 2}, {"tensor_parallel_degree": 4}, {}])],

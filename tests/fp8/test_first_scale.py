@@ -297,6 +297,7 @@ def test_a_weight_that_is_loaded_between_micro_batches_is_cast_anew(draw):
     assert relative_error(y, nn.functional.linear(x, other.weight, other.bias)) < 0.06
 
 
+@pytest.mark.long
 @torch_warns_of_itself
 def test_compiled_code_in_a_checkpoint_repeats_its_forward_behind_another_forward(draw):
     base = LAYERS["linear"]()

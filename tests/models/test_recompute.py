@@ -410,7 +410,7 @@ def test_a_forward_that_is_computed_again_casts_no_input_for_backward(recompute,
             assert columnwise[linear.fp8_state] == ([False, True] if recompute else [True])
 
 
-@pytest.mark.long(lambda recompute: recompute is True)
+@pytest.mark.long
 @pytest.mark.parametrize("recompute", [True, "mlp"])
 def test_compiled_blocks(recompute):
     """As a loop of the caller's may have them: both forwards of a block save the same tensors."""

@@ -100,8 +100,8 @@ def optimizer_of(model):
     return torch.optim.AdamW(octavo.parameter_groups(model, 0.1), lr=1e-2, eps=1e-3, fused=True)
 
 
-def step(model, optimizer, given, *, degrees, recipe=None, micro_batches=1):
-    """Loss, norm and whole gradients of a step."""
+def step(model, optimizer, given, *, degrees, recipe=None, micro_batches=1, gradients=True):
+    """Loss, norm and, unless they are not asked for, whole gradients of a step."""
     device = next(model.parameters()).device
     given = {name: value.to(device) for name, value in given.items()}
     mine = given if degrees is None else own_samples(given)
@@ -111,20 +111,20 @@ def step(model, optimizer, given, *, degrees, recipe=None, micro_batches=1):
     for number, part in enumerate(parts):
         accumulate(model, last=number == micro_batches - 1)
         with octavo.fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe):
-            found = model(**part, num_items_in_batch=count).loss
-        found.backward()
-        loss += found.detach()
+            of_part = model(**part, num_items_in_batch=count).loss
+        of_part.backward()
+        loss += of_part.detach()
     if degrees is not None and world.state.dp_size > 1:
         dist.all_reduce(loss, group=world.state.dp_process_group)
-    gradients = whole(model, lambda parameter: parameter.grad)
+    found = whole(model, lambda parameter: parameter.grad) if gradients else {}
     norm = octavo.clip_grad_norm_(model, 1.0)
     optimizer.step()
     optimizer.zero_grad()
-    return loss.item(), norm.item(), gradients
+    return loss.item(), norm.item(), found
 
 
-def trained(shape, degrees, *, steps=3, given=None, recipe=None, micro_batches=1, frozen=(), seed=None, **options):
-    """Losses, norms and gradients of some steps, and the parameters behind them, whole."""
+def trained(shape, degrees, *, steps=2, given=None, recipe=None, micro_batches=1, frozen=(), seed=None, **options):
+    """Losses and norms of some steps, gradients of the first and the parameters behind them, whole."""
     recipe = None if recipe is None else RECIPES[recipe]()
     model = started(shape, degrees, recipe, **options)
     for name, parameter in model.named_parameters():
@@ -132,7 +132,8 @@ def trained(shape, degrees, *, steps=3, given=None, recipe=None, micro_batches=1
     optimizer, given = optimizer_of(model), batch(**given or {})
     if seed is not None:
         torch.manual_seed(seed)
-    found = [step(model, optimizer, given, degrees=degrees, recipe=recipe, micro_batches=micro_batches) for _ in range(steps)]
+    options = {"degrees": degrees, "recipe": recipe, "micro_batches": micro_batches}
+    found = [step(model, optimizer, given, gradients=number == 0, **options) for number in range(steps)]
     losses, norms, gradients = zip(*found, strict=True)
     return {"losses": losses, "norms": norms, "gradients": gradients[0], "parameters": whole(model, lambda p: p)}
 

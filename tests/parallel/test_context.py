@@ -173,6 +173,7 @@ def current_scaling(compiled):
     return y.detach(), layer.weight.grad
 
 
+@pytest.mark.long
 def test_a_compiled_layer_joins_its_amax_too():
     eager, compiled = (ranks.run(2, current_scaling, how) for how in (False, True))
     for wanted, found in zip(eager, compiled, strict=True):

@@ -66,7 +66,7 @@ def test_with_other_options():
     ])  # fmt: skip
 
 
-@pytest.mark.long(lambda world: world == 4)
+@pytest.mark.long
 @pytest.mark.parametrize("world", [2, 4])
 def test_whole_experts_over_tensor_ranks(world):
     check(world, TENSOR | {"expert_parallel_degree": world}, [("mixtral", {}), ("qwen3-moe-mixed", {"micro_batches": 2})])

@@ -178,7 +178,7 @@ def test_slices_of_experts_accumulate_and_recompute(tensor, shape):
     check(tensor, {"tensor_parallel_degree": tensor}, cells)
 
 
-@pytest.mark.long(lambda layout: layout in ("gathered", "replicate", "heads", "shard"))
+@pytest.mark.long
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_beside_other_degrees(layout):
     cells = [("all-biases", {}), ("multi-head", {"given": {"tokens": 11}}), ("neox", {"given": {"documents": True}})]
@@ -303,6 +303,7 @@ def test_tokens_of_tensor_ranks_travel_in_fp8():
     assert max(others) < 0.6
 
 
+@pytest.mark.long
 def test_experts_under_other_recipes():
     """Blocks of 128 are one rank's; rows of slices, as those of other parts, are shorter."""
     block, rowwise = ((tensor_ranks.MIXTURE, {"recipe": recipe, "steps": 1}) for recipe in ("block", "rowwise"))

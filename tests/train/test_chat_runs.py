@@ -137,6 +137,7 @@ def test_ranks_and_resumes_train_on_the_same_global_batches(chat_run):
     assert all(a["loss"] != b["loss"] for a, b in itertools.pairwise(found["one"]))
 
 
+@pytest.mark.long
 def test_a_run_that_is_cut_on_two_ranks_continues_to_the_last_bit(chat_run):
     make, _, _ = chat_run
     more = ("train.global_batch=8", "train.micro_batch=2", "data.validation_fraction=0", "fp8.enabled=true")

@@ -69,6 +69,7 @@ def test_a_validation_is_the_same_on_any_number_of_ranks(tiny_run):
     assert [validation for _, validation in found] == pytest.approx([wanted] * 7, rel=1e-5)
 
 
+@pytest.mark.long
 def test_a_run_that_continues_on_other_ranks_validates_on_the_same_sequences(tiny_run):
     """At a rate of zero the model stays, so that every validation has one loss."""
     tiny = tiny_run(steps=6)
