@@ -219,17 +219,21 @@ def test_a_folder_says_what_it_may_import(component):
     assert may_import(component) in " ".join(str(docstring).split("\n"))
 
 
-@pytest.mark.parametrize("path", FILES, ids=by_file)
-def test_imports_go_up_only(path):
-    component = component_of(path)
-    if component == "__init__" or by_file(path) == "launch/__init__.py":  # names that are handed on when they are asked for
-        return
-    assert component in LINE_OF, f"octavo/{component} is not in LAYERS: give it a line, or put it in a component that has one"
-    source, part = path.read_text(encoding="utf-8"), "/".join(path.relative_to(SOURCE).parts[:2])
-    broken = violations(component, source)
-    if part in WITHOUT_TORCH and "torch" in {name.partition(".")[0] for _, name in imports(parsed(source))}:
-        broken.append(f"{part} never needs torch")
-    assert not broken, "\n".join([by_file(path), *broken])
+def test_imports_go_up_only():
+    broken = []
+    for path in FILES:
+        component = component_of(path)
+        if component == "__init__" or by_file(path) == "launch/__init__.py":  # names that are handed on when they are asked for
+            continue
+        assert component in LINE_OF, (
+            f"octavo/{component} is not in LAYERS: give it a line, or put it in a component that has one"
+        )
+        source, part = path.read_text(encoding="utf-8"), "/".join(path.relative_to(SOURCE).parts[:2])
+        found = violations(component, source)
+        if part in WITHOUT_TORCH and "torch" in {name.partition(".")[0] for _, name in imports(parsed(source))}:
+            found.append(f"{part} never needs torch")
+        broken += [f"{by_file(path)}: {each}" for each in found]
+    assert not broken, "\n".join(broken)
 
 
 def dotted(path: Path) -> str:
@@ -305,12 +309,11 @@ def test_owners_and_caches_are_there():
         assert all(f"\ndef {function}(" in sources[file] for function in functions), file
 
 
-@pytest.mark.parametrize("path", FILES, ids=by_file)
-def test_files_explain_themselves(path):
-    source = path.read_text(encoding="utf-8")
-    if path.name == "__init__.py" and not source.strip():
-        return
-    assert ast.get_docstring(parsed(source)), f"{by_file(path)} has no docstring: say why the file exists"
+def test_files_explain_themselves():
+    sources = {by_file(path): path.read_text(encoding="utf-8") for path in FILES}
+    empty = {name for name, source in sources.items() if name.endswith("__init__.py") and not source.strip()}
+    silent = [name for name, source in sources.items() if name not in empty and not ast.get_docstring(parsed(source))]
+    assert silent == [], "say why these files exist in a docstring"
 
 
 def test_the_front_door_imports_only_the_standard_library():

@@ -30,6 +30,7 @@ def run(tmp_path, **changes):
     return run_suite("checkpoint", **asked)
 
 
+@pytest.mark.long
 def test_what_two_ranks_save_one_restores(tmp_path, forked_workers):
     said = []
     results = run(tmp_path, say=said.append)

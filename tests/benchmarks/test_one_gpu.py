@@ -249,6 +249,7 @@ def test_every_entry_trains_as_many_steps_whether_they_take_turns_or_not(tmp_pat
         assert rows[0]["loss"] == pytest.approx([float(trainer.step(*batches[i % 4])) for i in range(8)][-1], rel=1e-3)
 
 
+@pytest.mark.long
 def test_an_entry_alone_takes_its_steps_at_once(tmp_path, monkeypatch, forked_workers):
     turns = []
     turn = RunningEntry.turn

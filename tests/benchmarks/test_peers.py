@@ -643,6 +643,7 @@ def test_transformer_engines_split_decoder_is_the_whole_one(tmp_path, transforme
         assert max(attention.values()) < 0.02
 
 
+@pytest.mark.long
 def test_entries_of_split_matrices_take_turns(tmp_path, transformer_engine, forked_workers):
     names = ["octavo-delayed-fast-fp8-head-bf16-states", "te-delayed-fp8-head-bf16-states"]
     names += ["te-delayed-fp8-head-overlap-bf16-states"]

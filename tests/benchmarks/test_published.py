@@ -305,6 +305,7 @@ def test_lora_over_several_ranks_is_octavos_alone(tmp_path):
     assert "torch-peft" in said[0]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("forked_workers")
 def test_a_sharded_base_in_fp8_trains_as_one_rank_s(tmp_path):
     (document,), _ = measured(tmp_path, "A4")

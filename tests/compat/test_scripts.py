@@ -198,6 +198,7 @@ def test_an_smp_training_of_experts_by_the_default_configuration(tmp_path):
     assert found == pytest.approx(wanted, rel=1e-5)
 
 
+@pytest.mark.long
 def test_a_missing_name_ends_with_the_name_and_the_way(tmp_path):
     script = tmp_path / "old.py"
     script.write_text("import transformer_engine.pytorch as te\nlayer = te.make_graphed_callables(None, ())\n")

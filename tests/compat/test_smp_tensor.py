@@ -165,6 +165,7 @@ def test_folders_of_tensor_and_expert_ranks_are_read_by_any_number_of_ranks(tmp_
         assert found == dict.fromkeys(smp_tensor_ranks.KINDS, (0, 1)), (by, of, to)
 
 
+@pytest.mark.long
 def test_an_optimizer_s_own_rows_are_read_at_their_degrees_by_any_replicas_and_refused_at_others(tmp_path):
     degrees = {"tensor_parallel_degree": 2}
     ranks.run(2, smp_tensor_ranks.written, str(tmp_path), degrees, False, "tp")

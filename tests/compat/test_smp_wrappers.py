@@ -17,6 +17,7 @@ def one_rank():
     octavo.shutdown()
 
 
+@pytest.mark.long
 def test_local_checkpoints_through_every_wrapper_restore_weights_and_the_next_loss(tmp_path):
     for found in ranks.run(2, wrapper_ranks.wrapped, str(tmp_path)):
         assert len(found) == 11

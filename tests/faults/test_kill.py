@@ -96,7 +96,7 @@ def test_killed_again_and_again(octavo, tiny_run, undisturbed):
     finish(octavo, run, undisturbed)
 
 
-@pytest.mark.long(lambda number: number == signal.SIGUSR2)
+@pytest.mark.long(lambda number: number in (signal.SIGUSR1, signal.SIGUSR2))
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP])
 def test_a_signal_finishes_the_step_saves_and_exits_75(octavo, tiny_run, undisturbed, number):
     run = tiny_run(steps=STEPS, every=0)
@@ -293,6 +293,7 @@ def unchanged(tensors, state):
     pass
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("leave_out", [without_random_states, without_fp8_histories, without_moments, unchanged])
 def test_control_what_is_left_out_of_a_checkpoint_is_missed(octavo, tiny_run, undisturbed, leave_out):
     run = tiny_run(steps=STEPS, every=4)

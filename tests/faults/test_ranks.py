@@ -105,6 +105,7 @@ def ends_with(job, failure):
     assert job.after_fault < TIMEOUT, job.process.stderr
 
 
+@pytest.mark.long(lambda phase: phase == "data")
 @pytest.mark.parametrize("phase", ["data", "backward", "checkpoint"])
 def test_a_rank_that_is_killed(job, command, phase):
     job = job(command, fault=f"kill:{phase}:{STEP}:1")

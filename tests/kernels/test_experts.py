@@ -212,6 +212,7 @@ def test_products_of_groups(kind, precise):
     torch.testing.assert_close(same, dw, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.long(lambda precise: not precise)
 @pytest.mark.parametrize("precise", [True, False])
 def test_weight_gradients_over_many_tiles_and_partial_sums(precise):
     chosen = torch.cat((torch.zeros(1150), torch.full((300,), 2))).long()[torch.randperm(1450)][:, None]

@@ -12,7 +12,7 @@ pytestmark = [ranks.alone, pytest.mark.filterwarnings("ignore:.*gradient_checkpo
 LINES = capabilities.lines_of(capabilities.PAGE.read_text(encoding="utf-8"))
 
 
-@pytest.mark.long(lambda model: any(name in str(model) for name in ("mistral", "qwen", "phi3", "gpt_neox")))
+@pytest.mark.long(lambda model: any(name in str(model) for name in ("llama", "mistral", "qwen", "phi3", "gpt_neox")))
 @pytest.mark.parametrize("model", capabilities.MODELS)
 def test_a_row_is_what_training_steps_give(model, capsys):
     """That of timm's model only where timm is installed, by which it was written."""

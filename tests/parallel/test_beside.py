@@ -158,6 +158,7 @@ def joined_over_other_ranks():
     return found
 
 
+@pytest.mark.long
 def test_amaxes_are_joined_over_the_ranks_of_their_own_autocast():
     for found in ranks.run(2, joined_over_other_ranks):
         assert len(found) == 18

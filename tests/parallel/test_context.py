@@ -90,7 +90,7 @@ def test_every_two_settings_are_in_a_cell():
     assert {pair for cell in named for pair in itertools.combinations(cell, 2)} == wanted
 
 
-@pytest.mark.long(lambda layout: layout != "shard 2 x context 2")
+@pytest.mark.long
 @pytest.mark.parametrize("layout", FACTORS["layout"])
 def test_every_two_settings_together_are_one_ranks(layout):
     size, degrees = LAYOUTS[layout]

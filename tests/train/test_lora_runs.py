@@ -210,6 +210,7 @@ def test_layouts_that_adapters_do_not_have_are_refused_by_name(tiny_run, capsys)
     assert 0 < found["parameters"] - found["frozen"] < found["frozen"]
 
 
+@pytest.mark.long(lambda recipe: recipe != "block")
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
 def test_a_base_in_fp8_trains_as_one_that_is_cast_and_continues_and_merges(recipe, tiny_run, tmp_path):
     command = [*recipe_lines(recipe), "model.params_dtype=bfloat16", "train.micro_batch=1"]

@@ -117,6 +117,7 @@ def gathering_run(file, overrides, memory):
     return text.getvalue()
 
 
+@pytest.mark.long
 def test_a_run_chooses_how_long_blocks_stay_gathered_and_continues_on_other_gpus(tiny_run):
     """The same bits by either choice, given or by the rule."""
     small, large = 1 << 16, 1 << 30

@@ -315,7 +315,7 @@ dist.destroy_process_group()
     assert shown.err.count("SageMaker's collectives") == 1
 
 
-@pytest.mark.long(lambda degree: degree is None)
+@pytest.mark.long
 @pytest.mark.parametrize("degree", ["expert_parallel_degree", None])
 def test_a_fault_of_all_ranks_is_one_line_with_the_keys_of_the_call(place, degree):
     """Under `python -m octavo.compat`, as the SDK's scripts run; the model tells the ranks what is wrong, not the call."""
