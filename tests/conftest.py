@@ -107,14 +107,7 @@ def pytest_xdist_make_scheduler(config, log):
     from xdist.scheduler import LoadGroupScheduling
 
     class Forgetful(LoadGroupScheduling):
-        """Without the tests that have ended, which xdist counts anew with each test: 2 ms beside ten thousand.
-
-        And without groups, which pytest 9.2 ignores: `ranks.alone` is more than half of all seconds, so one worker would be
-        left with it. Of worlds on both workers tests took as long as of worlds on one.
-        """
-
-        def _split_scope(self, nodeid):
-            return nodeid
+        """Without the tests that have ended, which xdist counts anew with each test: 2 ms beside ten thousand."""
 
         def mark_test_complete(self, node, item_index, duration=0):
             nodeid = self.registered_collections[node][item_index]

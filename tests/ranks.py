@@ -23,13 +23,9 @@ import time
 import traceback
 from pathlib import Path
 
-import pytest
 import torch
 
 import torchvision_shim  # noqa: F401 - a rank imports this module first
-
-alone = pytest.mark.xdist_group("ranks")
-"""For modules that use `run`. Without effect today: pytest 9.2 ignores groups, and so does the scheduler of conftest.py."""
 
 # CUDA does not survive a fork, and what is imported beforehand may have touched it.
 context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")

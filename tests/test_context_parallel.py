@@ -15,8 +15,6 @@ import octavo
 import ranks
 from octavo.errors import InputError
 
-pytestmark = ranks.alone
-
 EXAMPLE = Path(__file__).parent.parent / "examples" / "gpt_neox_context.py"
 DOCUMENTS = torch.cat([torch.arange(length) for length in (7, 12, 5)])[None]
 

@@ -25,7 +25,6 @@ from vits import vit
 
 import group_ranks
 
-pytestmark = ranks.alone
 FAMILIES = (
     "plain", "tied", "all-biases", "mistral", "qwen2", "qwen3", "qwen3-biases", "phi3", "neox", "mixtral", "qwen3-moe-mixed",
 )  # fmt: skip

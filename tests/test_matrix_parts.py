@@ -20,8 +20,6 @@ from llamas import SHAPES, hugging_face, llama, tokens
 
 from matrix_ranks import adafactor, muon, refused, trained
 
-pytestmark = ranks.alone
-
 QKV = "layers.0.self_attention.qkv.weight"
 
 

@@ -212,7 +212,7 @@ def run_toml(text):
 
 
 @pytest.mark.usefixtures("trials_once")
-@pytest.mark.parametrize("page", [pytest.param(p, marks=ranks.alone if p in ON_TWO_RANKS else ()) for p in PAGES])
+@pytest.mark.parametrize("page", PAGES)
 def test_the_snippets_of_a_page_run(page, place, monkeypatch, capsys):
     names, shared = names_before(page), page in ON_TWO_RANKS
     if shared:

@@ -11,11 +11,9 @@ from unittest import mock
 
 import pytest
 
-import ranks
 from octavo import supervision
 from octavo.supervision import Process, Supervisor, children, fields_of, signal_name, start_time
 
-pytestmark = ranks.alone
 FOREVER = "import time; time.sleep(600)"
 IGNORES = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
 

@@ -8,13 +8,11 @@ from pathlib import Path
 
 import pytest
 
-import ranks
 from octavo.cli import main
 from octavo.compat.migrate.script import read
 from octavo.config.run import RunConfig
 
 FOLDER = Path(__file__).parent.parent / "examples" / "walkthrough"
-pytestmark = ranks.alone
 
 
 @pytest.fixture

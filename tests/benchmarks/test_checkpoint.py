@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-import ranks
 from benchmarks import checkpoint
 from benchmarks.cases import CASES
 from benchmarks.checkpoint import Fingerprint, difference
@@ -16,8 +15,6 @@ from benchmarks.plain import PlainDecoder
 from benchmarks.records import render
 from benchmarks.run import run_suite
 from octavo.errors import InputError
-
-pytestmark = ranks.alone
 
 SECONDS = [f"{what}_seconds" for what in ("build", "save", "stall", "first_stall", "whole", "verify", "restore")]
 

@@ -24,8 +24,6 @@ from octavo.hardware import GIB
 from octavo.parallel import world
 from octavo.plan.memory import USABLE
 
-pytestmark = ranks.alone
-
 CPU = torch.device("cpu")
 OF_CASES = {row.case: row.name for row in ROWS.values()}
 """Each case with one of its rows: that of the most GPUs."""

@@ -28,8 +28,6 @@ from octavo.plan.flops import matmul_parameters
 from octavo.plan.memory import estimate
 from octavo.plan.saved import BlockRecipes, Setup, parameters
 
-pytestmark = ranks.alone
-
 CPU = torch.device("cpu")
 TINY = CASES["tiny"]
 _SIZES = SHAPES["llama-tiny"] | {

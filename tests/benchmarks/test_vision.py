@@ -135,7 +135,6 @@ def replicated(graph):
     return gradient, model[1].weight.detach(), images, labels
 
 
-@ranks.alone
 @pytest.mark.parametrize("graph", [True, False])
 def test_a_training_with_replicas_averages_gradients(graph):
     """They are those of one rank with the images of all; both ways, DistributedDataParallel's too."""
@@ -152,7 +151,6 @@ def test_a_training_with_replicas_averages_gradients(graph):
     torch.testing.assert_close(weight, model[1].weight.detach() - 0.1 * model[1].weight.grad)
 
 
-@ranks.alone
 @pytest.mark.parametrize("count", [1, 2])
 def test_the_suite_runs_on_a_cpu(timm, tmp_path, with_torchvision, count):
     names = ["octavo-delayed", "torch-bf16"]

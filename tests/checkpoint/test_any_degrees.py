@@ -13,8 +13,6 @@ from octavo.checkpoint.manifest import write_manifest
 from octavo.errors import OctavoError
 from octavo.fp8.recipe import RECIPES
 
-pytestmark = ranks.alone
-
 
 def degrees(**given):
     """Degrees of `octavo.init` by their short names."""

@@ -13,8 +13,6 @@ import ranks
 from octavo.config.degrees import DEGREES, check_composed, fit_degrees
 from octavo.errors import InputError
 
-pytestmark = ranks.alone
-
 
 def _all_layouts(most):
     """Every (ranks, degrees) of up to so many ranks."""

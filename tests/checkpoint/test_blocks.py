@@ -16,8 +16,6 @@ from octavo.checkpoint.stored import read_headers
 from octavo.collectives.blocks import declare, indices, share_out
 from octavo.errors import InputError, OctavoError
 
-pytestmark = ranks.alone
-
 LAYOUTS = [(2, 2), (4, 4), (4, 2), (2, 1), (1, 1)]
 """(ranks, of which hold parts of a parameter): ranges, ranges in shards of FSDP2, plain FSDP2, one rank."""
 

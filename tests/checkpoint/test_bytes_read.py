@@ -20,8 +20,6 @@ from octavo.checkpoint.manifest import OpenCheckpoint
 from octavo.collectives.blocks import indices, local_of, share_out, with_block
 from octavo.parallel.shards import local_shard
 
-pytestmark = ranks.alone
-
 WIDE = {"hidden_size": 32, "intermediate_size": 8192, "num_hidden_layers": 1}
 """Of a row of fc2 a fourth is 16 KiB in float64."""
 

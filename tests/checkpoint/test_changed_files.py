@@ -6,8 +6,6 @@ import rank_saving
 import ranks
 from octavo.errors import OctavoError
 
-pytestmark = ranks.alone
-
 
 @pytest.mark.long(lambda saving, seeds: seeds[0] == 60 or (saving > 1 and len(seeds) > 12))
 @pytest.mark.parametrize(

@@ -16,8 +16,6 @@ from octavo.checkpoint.reader import StoredWeights
 from octavo.checkpoint.writer import collect, remove_checkpoint
 from octavo.errors import InputError, OctavoError
 
-pytestmark = ranks.alone
-
 
 def trained(seed=None, kind=torch.optim.AdamW):
     if seed is not None:

@@ -15,7 +15,6 @@ from octavo.errors import InputError
 from octavo.fp8.scaling import state_records
 from octavo.models.convert import conversion_of
 
-pytestmark = ranks.alone
 RECIPE = octavo.recipe.DelayedScaling(amax_history_len=4)
 LLAMA = {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
 MODELS = {

@@ -16,8 +16,6 @@ from octavo.errors import InputError, OctavoError
 from octavo.models import weight_files
 from octavo.models.convert import write_pretrained
 
-pytestmark = ranks.alone
-
 LAYOUTS = {
     "1": (1, {}),
     "2": (2, {}),

@@ -10,8 +10,6 @@ from octavo.collectives.context import ContextGroup
 from octavo.collectives.schedule import Split
 from octavo.errors import InputError
 
-pytestmark = ranks.alone
-
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_every_exchange_computes_every_pattern(world):

@@ -11,8 +11,6 @@ import octavo
 import ranks
 from octavo.collectives.work import start_collective, start_gather
 
-pytestmark = ranks.alone
-
 
 def exchanged():
     """Results of collectives started together, and which operands are referenced before and after `wait`."""

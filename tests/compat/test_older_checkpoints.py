@@ -10,8 +10,6 @@ import torch
 
 import ranks
 
-pytestmark = ranks.alone
-
 
 def test_local_and_sharded_checkpoints_of_pytorch_2_5_are_read():
     for found in ranks.run(2, older_ranks.read, ""):

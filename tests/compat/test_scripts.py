@@ -14,11 +14,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 import command_lines
 import octavo
-import ranks
 from octavo.compat.__main__ import command
 from octavo.compat.te.recipes import DelayedScaling
 
-pytestmark = ranks.alone
 SCRIPTS = Path(__file__).parent / "scripts"
 TINY = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 

@@ -15,8 +15,6 @@ import ranks
 from octavo.errors import InputError
 from octavo.process import process
 
-pytestmark = ranks.alone
-
 
 @pytest.fixture(autouse=True)
 def one_rank():

@@ -12,8 +12,6 @@ from octavo.collectives.blocks import declare, indices, share_out
 from octavo.compat.smp.utils import clip_grad_norm_
 from octavo.errors import InputError
 
-pytestmark = ranks.alone
-
 
 @pytest.fixture(scope="module")
 def one_rank():

@@ -8,8 +8,6 @@ import pytest
 import octavo
 import ranks
 
-pytestmark = ranks.alone
-
 
 @pytest.fixture(autouse=True)
 def one_rank():

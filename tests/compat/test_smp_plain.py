@@ -5,7 +5,7 @@ import pytest
 
 import ranks
 
-pytestmark = [ranks.alone, pytest.mark.filterwarnings("ignore")]  # of PyTorch's FSDP1 and its checkpoints
+pytestmark = pytest.mark.filterwarnings("ignore")  # of PyTorch's FSDP1 and its checkpoints
 
 ALL, HOSTS = [[0], [1], [2], [3]], [[0, 2], [1, 3]]
 

@@ -10,8 +10,6 @@ import torch
 import octavo
 import ranks
 
-pytestmark = ranks.alone
-
 
 @pytest.fixture(autouse=True)
 def one_rank():

@@ -8,8 +8,6 @@ import wrapper_ranks
 import octavo
 import ranks
 
-pytestmark = ranks.alone
-
 
 @pytest.fixture(autouse=True)
 def one_rank():

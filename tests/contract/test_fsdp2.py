@@ -25,8 +25,6 @@ import ranks
 from octavo.errors import InputError
 from octavo.parallel.fsdp2 import adapter
 
-pytestmark = ranks.alone
-
 IMPORTED = {"_fully_shard", "_fsdp_common"}
 ADAPTER = SOURCE / "parallel" / "fsdp2" / "adapter.py"
 RECORDS = {"iter_forward_root", "post_backward_final_callback_queued", "reduce_scatter_stream"}

@@ -14,7 +14,6 @@ import octavo
 import ranks
 from octavo.fp8.autocast import microbatch
 
-pytestmark = ranks.alone
 WIDTH = 16
 
 

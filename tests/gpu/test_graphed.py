@@ -109,7 +109,6 @@ def test_a_leaf_that_the_loss_makes_is_recorded_and_one_from_outside_refused(war
         step(x)
 
 
-@ranks.alone
 @pytest.mark.parametrize("recipe", replicas.RECIPES)
 def test_graphs_of_two_ranks_average_as_distributed_data_parallel(recipe):
     """Collectives of amaxes and gradients are recorded: 20 steps, 17 of them replays."""
@@ -129,13 +128,11 @@ def test_graphs_of_two_ranks_average_as_distributed_data_parallel(recipe):
             assert (gradient - wanted).norm() <= 1e-3 * wanted.norm() + 1e-9
 
 
-@ranks.alone
 def test_a_loss_of_distributed_data_parallel_is_refused():
     for messages, _ in ranks.run(2, replicas.refusals, timeout=300):
         assert "call the model inside it (model.module)" in messages["ddp"]
 
 
-@ranks.alone
 @pytest.mark.parametrize("name", [name for name in REPLICAS if "flash-attention" not in name])  # whose heads of 80 are wrong
 def test_entries_of_the_vision_suite_are_replicas(name):
     pytest.importorskip("timm", exc_type=ImportError)

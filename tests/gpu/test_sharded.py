@@ -16,7 +16,6 @@ from octavo.collectives.tensor import TensorGroup
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-    ranks.alone,
 ]
 
 SIZES = {

@@ -5,13 +5,11 @@ import json
 import pytest
 import torch
 
-import ranks
 from octavo.cli import main
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-    ranks.alone,
 ]
 
 RUN = """

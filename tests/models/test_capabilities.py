@@ -4,11 +4,10 @@ import capabilities
 import pytest
 import torch
 
-import ranks
 from octavo.errors import InputError
 
 pytest.importorskip("accelerate", reason="needs accelerate, of the dev extra: pip install -e '.[dev]'")
-pytestmark = [ranks.alone, pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* deprecated:FutureWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* deprecated:FutureWarning")
 LINES = capabilities.lines_of(capabilities.PAGE.read_text(encoding="utf-8"))
 
 

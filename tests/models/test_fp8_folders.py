@@ -269,7 +269,6 @@ def test_a_second_cast_is_said_with_its_reason_and_is_the_only_one(tmp_path, kin
         assert torch.equal(found, wanted)
 
 
-@ranks.alone
 @pytest.mark.long(lambda kind, recipe: kind == "tensor" or recipe != "block")
 @pytest.mark.parametrize(
     ("kind", "recipe"), [("block", "block"), ("block", "delayed"), ("tensor", "delayed"), ("tensor", "block")]
@@ -288,7 +287,6 @@ def test_ranks_have_the_base_of_one_rank_in_parts(plain, tmp_path, kind, recipe)
             assert all(torch.equal(a, b) for a, b in zip(found[name], parts, strict=True)), name
 
 
-@ranks.alone
 @pytest.mark.long
 def test_tensor_ranks_cast_their_parts_once_more(tmp_path, capfd):
     llama(**SIZES | {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}).save_pretrained(tmp_path)

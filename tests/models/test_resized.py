@@ -15,8 +15,6 @@ from octavo.models.sources import load_config
 from octavo.parallel.sharding import sharding_of
 from octavo.parallel.world import init, state
 
-pytestmark = ranks.alone
-
 TOKENS, MORE = 97, 103
 SIZES = {"vocab_size": TOKENS, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
 MODELS = {

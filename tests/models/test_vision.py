@@ -17,8 +17,6 @@ from octavo.models.convert import conversion_of
 from octavo.models.vision import Blocks
 from octavo.nn.block import TransformerLayer
 
-pytestmark = ranks.alone
-
 
 def loss_of(model, seed=1):
     pixels, labels = images(seed=seed)

@@ -15,8 +15,6 @@ from octavo.fp8.autocast import fp8_autocast
 from octavo.fp8.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
 from octavo.parallel import world
 
-pytestmark = ranks.alone
-
 RECIPES = {
     "delayed": lambda: DelayedScaling(amax_history_len=4),
     "own": lambda: DelayedScaling(amax_history_len=8, reduce_amax=False),

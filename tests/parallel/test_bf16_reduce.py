@@ -16,8 +16,6 @@ from octavo.parallel import world
 from octavo.parallel.fsdp import accumulate, shard
 from octavo.parallel.fsdp2 import direct_reduce
 
-pytestmark = ranks.alone
-
 
 @contextlib.contextmanager
 def exchanged():

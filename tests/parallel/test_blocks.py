@@ -18,8 +18,6 @@ from octavo.collectives.blocks import declare, declared, indices, parameters_of,
 from octavo.errors import InputError
 from octavo.models.convert import to_huggingface
 
-pytestmark = ranks.alone
-
 LAYOUTS = [(2, 2), (4, 4), (4, 2), (3, 3)]
 """(ranks, of which hold parts of a parameter): with and without FSDP2 around."""
 

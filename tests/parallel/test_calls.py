@@ -13,8 +13,6 @@ from octavo.errors import OctavoError
 from octavo.parallel import calls
 from octavo.process import process
 
-pytestmark = ranks.alone
-
 
 def quick(**seconds):
     """Shorter waits than a user's; those of the thread are read at its next turn."""

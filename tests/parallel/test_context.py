@@ -13,8 +13,6 @@ from octavo.fp8.autocast import fp8_autocast
 from octavo.fp8.recipe import CurrentScaling
 from octavo.parallel import world
 
-pytestmark = ranks.alone
-
 CASES = (
     "plain",
     "documents",

@@ -24,8 +24,6 @@ from octavo.parallel.module_init import OwnInit
 from octavo.parallel.shards import named_tensors
 from octavo.stored_names import stored_name
 
-pytestmark = ranks.alone
-
 LAYOUTS = {
     "shard 2": (2, {}),
     "shard 4": (4, {}),

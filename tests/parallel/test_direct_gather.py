@@ -23,8 +23,6 @@ from octavo.parallel import world
 from octavo.parallel.fsdp import accumulate, extend_gathers, settle, shard, sharded_modules
 from octavo.parallel.fsdp2 import direct_gather
 
-pytestmark = ranks.alone
-
 WAYS = (True, False)
 """Gathered in place, and by FSDP2."""
 

@@ -12,8 +12,6 @@ from octavo.parallel import world
 from octavo.parallel.fsdp import accumulate
 from octavo.parallel.fsdp2 import direct_reduce
 
-pytestmark = ranks.alone
-
 
 def gradients(recipe_name, dtype, micro_batches, sizes, layout, large_bytes=direct_reduce.LARGE_BYTES):
     """All gradients as they are reduced and as FSDP2 does it, each with the groups and gradients that it reduced in a step."""

@@ -6,7 +6,6 @@ import torch
 
 import ranks
 
-pytestmark = ranks.alone
 LAYOUTS = {
     "shard": (2, {}, "plain"),
     "hybrid": (4, {"hybrid_shard_degree": 2}, "plain"),

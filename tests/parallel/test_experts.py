@@ -9,8 +9,6 @@ from transformers import AutoModelForCausalLM
 
 import ranks
 
-pytestmark = ranks.alone
-
 LAYOUTS = {
     "shard 2": (2, {}),
     "replicate 2": (2, {"hybrid_shard_degree": 1}),

@@ -11,8 +11,6 @@ from octavo.fp8.recipe import RECIPES
 from octavo.parallel import fsdp, world
 from octavo.parallel.fsdp import accumulate
 
-pytestmark = ranks.alone
-
 
 def steps(recipe_name, micro_batches, settings, options):
     """Losses, gradients and reductions of two steps: of blocks in one, and of the first with its MLP apart."""

@@ -7,8 +7,6 @@ from sharded import LAYOUTS
 
 import ranks
 
-pytestmark = ranks.alone
-
 
 @pytest.mark.long(lambda layout, experts: layout == "replicate 2" or experts == (layout == "shard 2"))
 @pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])

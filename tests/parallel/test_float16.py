@@ -14,8 +14,6 @@ from octavo.nn.arguments import Draws
 from octavo.nn.experts import StackedExperts
 from octavo.nn.unrounded import unrounded_linear
 
-pytestmark = ranks.alone
-
 TENSOR = {"tensor_parallel_degree": 2}
 ALIGNED = tensor_ranks.ALIGNED | {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True}
 LORA, DROPPED = (octavo.LoRA(4, dropout=dropout, targets="all-linear") for dropout in (0.0, 0.3))

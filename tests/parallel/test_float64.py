@@ -8,8 +8,6 @@ import octavo
 import ranks
 from octavo.errors import InputError
 
-pytestmark = ranks.alone
-
 SIZES = tensor_ranks.ALIGNED | {"num_key_value_heads": 2}
 MIXTURE = tensor_ranks.MIXTURE | {"num_key_value_heads": 2}
 LAYOUTS = {

@@ -18,8 +18,6 @@ from octavo.fp8.recipe import RECIPES, CurrentScaling
 from octavo.parallel import fsdp, world
 from octavo.parallel.fsdp import accumulate
 
-pytestmark = ranks.alone
-
 
 @pytest.fixture(scope="module")
 def on_one_rank():

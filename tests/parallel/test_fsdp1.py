@@ -14,7 +14,7 @@ from octavo.fp8.recipe import Operand
 from octavo.fp8.scaling import states_of
 from octavo.nn import LayerNormMLP, MultiheadAttention, TransformerLayer
 
-pytestmark = [ranks.alone, pytest.mark.filterwarnings("ignore::FutureWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 POLICIES = {"always": always_wrap_policy, "by size": functools.partial(size_based_auto_wrap_policy, min_num_params=100)}
 QUIET = {"hidden_dropout": 0.0, "attention_dropout": 0.0}

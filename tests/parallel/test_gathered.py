@@ -19,8 +19,6 @@ from octavo.parallel import gathered, world
 from octavo.parallel.fsdp import settle
 from octavo.parallel.gathered import Choice, choose, gathered_bytes
 
-pytestmark = ranks.alone
-
 EXPERTS = {"model_type": "mixtral", "num_local_experts": 4, "sliding_window": None}
 EVEN = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3}
 """Sizes that two ranks divide: FSDP2 pads nothing."""

@@ -18,8 +18,6 @@ from octavo.parallel import world
 from octavo.parallel.fsdp import accumulate, settle, sharded_modules
 from octavo.parallel.fsdp2 import fp8_gather
 
-pytestmark = ranks.alone
-
 IDS = torch.randint(0, 17, (4, 12), generator=torch.Generator().manual_seed(3))
 RECIPE = DelayedScaling(amax_history_len=4)
 SIZES = {"llama": None, "mixtral": {"model_type": "mixtral", "num_local_experts": 3, "sliding_window": None}}

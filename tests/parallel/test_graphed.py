@@ -208,7 +208,6 @@ def test_a_group_is_one():
 
 
 @pytest.mark.long(lambda recipe: recipe == "current")
-@ranks.alone
 @pytest.mark.parametrize("recipe", replicas.RECIPES)
 def test_replicas_are_those_of_distributed_data_parallel(recipe):
     """20 steps on two ranks with other initial weights: gradients, losses and weights to the bit, since halves are exact."""
@@ -224,12 +223,10 @@ def test_replicas_are_those_of_distributed_data_parallel(recipe):
         assert all(map(torch.equal, weights, their_weights))
 
 
-@ranks.alone
 def test_ranks_join_amaxes_once_a_step():
     assert ranks.run(2, replicas.joins) == [[1, 2]] * 2
 
 
-@ranks.alone
 def test_shards_keep_their_gradients():
     """FSDP computes with leaves of its own, which are not the parameters; with a group they would be averaged twice."""
     for found in ranks.run(2, replicas.shards):
@@ -240,7 +237,6 @@ def test_shards_keep_their_gradients():
             assert "these parameters are shards, whose gradients are reduced in the backward" in refusal, name
 
 
-@ranks.alone
 def test_groups_of_gradients_end_where_an_attention_begins():
     found, other = ranks.run(2, replicas.groups)
     assert found == other
@@ -254,12 +250,10 @@ def test_groups_of_gradients_end_where_an_attention_begins():
     assert [len(group) for group in agreed[:1]] == [2]
 
 
-@ranks.alone
 def test_a_group_is_of_one_dtype():
     assert ranks.run(2, replicas.kinds) == [frozenset((2, 4))] * 2
 
 
-@ranks.alone
 def test_a_backward_that_failed_leaves_nothing_behind():
     for expectation, kept, found, means in ranks.run(2, replicas.failing):
         assert expectation == [False, True]  # collectives run beside the backward alone
@@ -267,7 +261,6 @@ def test_a_backward_that_failed_leaves_nothing_behind():
         assert all(map(torch.equal, found, means))
 
 
-@ranks.alone
 def test_three_ranks_and_none():
     """A third is rounded; without a group every rank has its own weights."""
     joint = ranks.run(3, replicas.train, "graphed", "bf16", steps=1)
@@ -279,7 +272,6 @@ def test_three_ranks_and_none():
     assert alone[0][3] != alone[1][3]
 
 
-@ranks.alone
 @pytest.mark.parametrize("fails", [False, True])
 def test_gradients_that_share_memory_are_averaged_once(fails):
     """A gradient can be a view of what the rest of the backward reads, or of another parameter's."""
@@ -289,7 +281,6 @@ def test_gradients_that_share_memory_are_averaged_once(fails):
         assert (refusal is not None and "1 of 4 parameters got no gradient" in refusal) is fails
 
 
-@ranks.alone
 def test_what_would_average_wrongly_is_refused():
     for messages, gradients in ranks.run(2, replicas.refusals):
         assert messages["ddp"] == messages["ddp alone"]

@@ -10,8 +10,6 @@ from jitter_ranks import JITTER, NOISE
 
 import ranks
 
-pytestmark = ranks.alone
-
 TENSOR = {"tensor_parallel_degree": 2}
 GROUPS = {
     "slices": (2, TENSOR),

@@ -12,7 +12,6 @@ import octavo
 import ranks
 from octavo.models.peft_folder import from_folder
 
-pytestmark = ranks.alone
 FP8, WIDE = octavo.LoRA(4, base="fp8"), octavo.LoRA(4)
 BOTH = {"stored": {"lora": FP8}, "cast": {"lora": WIDE}}
 EXACT = {"dtype": torch.float64, "params_dtype": torch.float64}

@@ -22,7 +22,6 @@ from octavo.parallel.fsdp import accumulate, sharded_modules
 from octavo.plan import memory, saved
 from octavo.plan.saved import BlockRecipes, Setup
 
-pytestmark = ranks.alone
 SIZES = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
 
 

@@ -34,8 +34,6 @@ from octavo.parallel.fsdp import accumulate
 from octavo.run.export import export
 from octavo.train.optimizer import clip_grad_norm_
 
-pytestmark = ranks.alone
-
 IDS = torch.randint(0, 17, (4, 12), generator=torch.Generator().manual_seed(1))
 TARGETS = 4 * 11
 LARGE = 2.0**10

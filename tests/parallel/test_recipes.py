@@ -10,8 +10,6 @@ from octavo.fp8.recipe import RECIPES, CurrentScaling, DelayedScaling, RowwiseSc
 from octavo.fp8.scaling import states_of
 from octavo.parallel import world
 
-pytestmark = ranks.alone
-
 LAYERS = {
     "mixed": {
         "layers.0.*": None,

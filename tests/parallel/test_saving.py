@@ -19,7 +19,6 @@ from octavo.parallel import saving
 
 peft = pytest.importorskip("peft", reason="needs peft, of the dev extra: pip install -e '.[dev]'")
 pytestmark = [
-    ranks.alone,
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* deprecated:FutureWarning"),  # of PEFT's merge
 ]
 

@@ -11,8 +11,6 @@ from octavo.models.weight_loader import InMemoryWeights, WeightLoader
 from octavo.parallel.deferred_init import CounterInit, Loaded, counter_normal_
 from octavo.parallel.shards import local_shard
 
-pytestmark = ranks.alone
-
 SHAPES = ((8, 12), (7, 5), (3, 9), (1, 2), (6, 4, 3))
 
 

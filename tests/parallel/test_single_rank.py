@@ -13,8 +13,6 @@ from octavo.parallel import world
 from octavo.parallel.fsdp import accumulate
 from octavo.parallel.fsdp2 import single_rank
 
-pytestmark = ranks.alone
-
 
 def gradients(recipe_name, dtype, micro_batches):
     """All gradients as they are kept and as FSDP2 copies them, each with the groups that it reduced in a step."""

@@ -11,8 +11,6 @@ from transformers import AutoModelForCausalLM
 import ranks
 from octavo.config import MoeConfig
 
-pytestmark = ranks.alone
-
 FAMILIES = (
     *(
         "plain",

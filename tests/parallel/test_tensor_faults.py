@@ -7,8 +7,6 @@ from tensor_faults import FAULTS, found
 
 import ranks
 
-pytestmark = ranks.alone
-
 LIMIT = {None: 1e-5, "rowwise": 0.1, "current": 1e-12}
 """Largest relative error of what is right, by recipe: the last in float64 (`test_float64.py`); rows of a rank are finer."""
 

@@ -13,8 +13,6 @@ from octavo.nn.embedding import SharedWeight
 from octavo.parallel import world
 from octavo.parallel.fsdp import accumulate
 
-pytestmark = ranks.alone
-
 SIZES = {"vocab_size": 18, "tie_word_embeddings": True}
 MICRO_BATCHES = 2
 

@@ -93,7 +93,6 @@ def end_of_a_script(failed, shut):
     os._exit(3)
 
 
-@ranks.alone
 @pytest.mark.parametrize(("failed", "shut"), [(False, False), (False, True), (True, False), (True, True)])
 def test_groups_are_destroyed_at_the_end_of_a_script_that_has_not_failed(failed, shut):
     assert ranks.exit_codes(2, end_of_a_script, failed, shut) == [3, 3]

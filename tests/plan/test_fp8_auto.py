@@ -20,8 +20,6 @@ from octavo.run.folder import RunFolder
 from octavo.run.metrics import read_metrics
 from octavo.train import setup
 
-pytestmark = ranks.alone
-
 AUTO = 'fp8.enabled="auto"'
 MEASURED = [AUTO, "fp8.emulate=true"]  # on a CPU: an emulated run whose timings are handed in
 FC1 = (128, 32)

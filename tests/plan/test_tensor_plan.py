@@ -34,8 +34,6 @@ from octavo.plan.advice import setup_of as setup_of_plan
 from octavo.plan.memory import _moments, estimate
 from octavo.plan.run import Target, check
 
-pytestmark = ranks.alone
-
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 
 

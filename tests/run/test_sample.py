@@ -30,7 +30,6 @@ from octavo.errors import OctavoError
 from octavo.parallel import world
 from octavo.run.sample import _Choice, _tokenizer_of, sample, sample_text
 
-pytestmark = ranks.alone
 TEXT = "a scale for each tensor keeps small values in reach"
 PROMPT = "a scale"
 

@@ -23,8 +23,6 @@ from octavo.run.metrics import read_metrics
 from octavo.train.setup import build
 from octavo.train.step import train_step
 
-pytestmark = ranks.alone
-
 EXACT = (
     *("model.dtype=float32", "fp8.enabled=false", "model.config.attention_dropout=0.0", "optimizer.clip=0"),
     *("optimizer.schedule=constant", "optimizer.warmup_steps=0", "model.config.vocab_size=512"),

@@ -16,8 +16,6 @@ from octavo.errors import InputError
 from octavo.run.metrics import read_metrics
 from octavo.train.evaluation import figures_of, load_function
 
-pytestmark = ranks.alone
-
 FUNCTIONS = '''
 import os, random
 import numpy as np

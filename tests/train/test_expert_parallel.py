@@ -14,8 +14,6 @@ from octavo.errors import InputError
 from octavo.run.metrics import read_metrics
 from octavo.run.resume import check_resumable
 
-pytestmark = ranks.alone
-
 
 @pytest.fixture
 def mixture(tiny_run, tmp_path):

@@ -23,8 +23,6 @@ from octavo.run.records import newest_state
 from octavo.run.resume import FP8_CHANGES
 from octavo.train.trainer import Trainer
 
-pytestmark = ranks.alone
-
 GIVEN = ["optimizer.schedule=constant", "optimizer.warmup_steps=0"]
 MATRICES = 8
 """Of two blocks; the head beside them."""

@@ -20,7 +20,6 @@ from octavo.errors import InputError
 from octavo.run.metrics import read_metrics
 from octavo.train.lm_answers import Answerer, Scored, Scoring
 
-pytestmark = ranks.alone
 needs_harness = pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="needs octavo[eval]")
 
 

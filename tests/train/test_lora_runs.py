@@ -88,7 +88,6 @@ FURTHER = [(2, []), (2, ["train.recompute=true"])]
 """Layouts of make test-long."""
 
 
-@ranks.alone
 @pytest.mark.long(lambda layouts: layouts is FURTHER)
 @pytest.mark.parametrize("layouts", [FEW, FURTHER], ids=["few", "further"])
 def test_ranks_train_the_adapters_of_one_rank(tiny_run, tmp_path, layouts):
@@ -110,7 +109,6 @@ def test_ranks_train_the_adapters_of_one_rank(tiny_run, tmp_path, layouts):
     assert all(torch.allclose(merged[0][name], merged[1][name], rtol=1e-3, atol=1e-4) for name in merged[0])
 
 
-@ranks.alone
 @pytest.mark.long(lambda recipe, params: (recipe, params) != ("delayed", "bfloat16"))
 @pytest.mark.parametrize("params", ["float32", "bfloat16"])
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -243,7 +241,6 @@ def test_a_base_in_fp8_is_refused_where_it_is_not_exact(tiny_run, capsys):
     assert not run.output.exists()
 
 
-@ranks.alone
 @pytest.mark.long
 @pytest.mark.parametrize("recipe", ["delayed", "block"])
 def test_sharded_bases_in_fp8_train_as_ones_that_are_cast_and_merge(recipe, tiny_run, tmp_path):
@@ -271,7 +268,6 @@ def mixtral(folder):
     return folder
 
 
-@ranks.alone
 @pytest.mark.long
 def test_adapters_beside_spread_experts_train_as_on_one_rank(tiny_run, tmp_path):
     source = mixtral(tmp_path / "mixtral")

@@ -27,8 +27,6 @@ from llamas import SHAPES, hugging_face, llama
 
 from muon_ranks import FACTORS, SETTINGS, built, continued, stepped, whole_state
 
-pytestmark = ranks.alone
-
 
 def split_as_hugging_face(name, matrix, config):
     """The matrices of one of Hugging Face's parameters inside of blocks: its parts, and those of each expert."""

@@ -16,8 +16,6 @@ from octavo.plan.run import check
 from octavo.run.metrics import read_metrics
 from octavo.train.trainer import Trainer
 
-pytestmark = ranks.alone
-
 GIVEN = ["optimizer.schedule=constant", "model.config.attention_dropout=0.0"]
 PLAIN = "fp8.enabled=false"
 

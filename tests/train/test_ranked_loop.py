@@ -8,8 +8,6 @@ import pytest
 import ranks
 from octavo.run.metrics import read_metrics
 
-pytestmark = ranks.alone
-
 EXACT = ["model.dtype=float32", "fp8.enabled=false", "model.config.attention_dropout=0.0", "optimizer.schedule=constant"]
 
 

@@ -15,8 +15,6 @@ from octavo.errors import InputError
 from octavo.run.metrics import read_metrics
 from octavo.train.optimizer import build_optimizer, set_rates
 
-pytestmark = ranks.alone
-
 EXACT = ["model.dtype=float32", "fp8.enabled=false", "model.config.attention_dropout=0.0"]
 
 

@@ -12,8 +12,6 @@ import ranks
 from octavo.cli import main
 from octavo.run.metrics import read_metrics
 
-pytestmark = ranks.alone
-
 ROWS = 260
 STILL = ["optimizer.lr=1e-30", "model.dtype=float32", "fp8.enabled=false"]
 """Weights stay, to the last bit of float32."""

@@ -14,8 +14,6 @@ from octavo.cli import main
 from octavo.run.metrics import read_metrics
 from octavo.train.evaluate import Validation
 
-pytestmark = ranks.alone
-
 EXACT = ["model.dtype=float32", "fp8.enabled=false", "model.config.attention_dropout=0.0", "optimizer.schedule=constant"]
 
 

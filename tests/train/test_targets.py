@@ -20,8 +20,6 @@ from octavo.train.evaluate import validate
 from octavo.train.setup import build
 from octavo.train.step import train_step
 
-pytestmark = ranks.alone
-
 EXACT = (
     *("model.dtype=float32", "fp8.enabled=false", "model.config.attention_dropout=0.0", "optimizer.clip=0"),
     *("optimizer.schedule=constant", "optimizer.warmup_steps=0"),

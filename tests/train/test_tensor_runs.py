@@ -19,8 +19,6 @@ from octavo.run.metrics import read_metrics
 from octavo.run.resume import DRAWN, SCALED, SHARED, warn_of_other_layout
 from octavo.train.trainer import Trainer
 
-pytestmark = ranks.alone
-
 EXACT = ["model.dtype=float32", "fp8.enabled=false", "model.config.attention_dropout=0.0", "optimizer.schedule=constant"]
 FP8 = ["fp8.enabled=true", "model.config.attention_dropout=0.0", "optimizer.schedule=constant"]
 

@@ -10,9 +10,6 @@ import torch
 from bits import machine, stored_tensors
 
 import octavo
-import ranks
-
-pytestmark = ranks.alone
 
 SAME_CODE = [name for name in kept.RUNS if kept.family(name) != "mistral"]
 """Runs that continue with the code that wrote them: of Octavo's decoder, or a model's own."""

@@ -19,8 +19,6 @@ from octavo.models.families import spec_of
 from octavo.models.sources import load_config
 from octavo.verify import certificate, worker
 
-pytestmark = ranks.alone
-
 
 def results(task, name):
     """Of a task; name: of a leak that is planted."""

@@ -5,10 +5,7 @@ import random
 import pytest
 from verified import comparisons, run_of
 
-import ranks
 from faults import FAULTS
-
-pytestmark = ranks.alone
 
 SHORT = set(random.Random(50).sample(sorted(FAULTS), 2))
 """Those that `make test` plants."""

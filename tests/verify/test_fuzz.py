@@ -10,13 +10,10 @@ import sys
 import pytest
 from verified import comparisons
 
-import ranks
 from octavo._version import __version__
 from octavo.errors import InputError
 from octavo.models.families import DECODER_FAMILIES
 from octavo.verify.fuzz import _equal_cases, drawn, fuzz
-
-pytestmark = ranks.alone
 
 CASES = range(40)
 FAULTY = (1011, 1012, 1035, 1039, 1060, 1121, 1126, 1150, 1191)

@@ -14,8 +14,6 @@ from octavo.models.sources import load_config
 from octavo.plan.run import Target, check
 from octavo.verify import gpu
 
-pytestmark = ranks.alone
-
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512}
 RUN = {
     "data": {"source": "python:docstrings", "sequence_length": 32, "vocab_size": 512, "packing": "documents"},

@@ -19,8 +19,6 @@ from octavo.plan.verified import refuse_unverified, verified_keys, versions
 from octavo.run.metrics import read_metrics
 from octavo.train.trainer import Trainer
 
-pytestmark = ranks.alone
-
 GIVEN = [
     "optimizer.schedule=constant",
     "parallel.tensor_parallel_degree=2",

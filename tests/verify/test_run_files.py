@@ -6,12 +6,9 @@ import pytest
 from transformers import AutoConfig
 from verified import comparisons
 
-import ranks
 from octavo.config.effects import with_values
 from octavo.config.run import RunConfig
 from octavo.verify import certificate
-
-pytestmark = ranks.alone
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted(str(file.relative_to(ROOT)) for folder in ("presets", "examples") for file in (ROOT / folder).rglob("*.toml"))

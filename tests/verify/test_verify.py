@@ -20,8 +20,6 @@ from octavo.verify import certificate, small, worker
 from octavo.verify.compare import is_record
 from octavo.verify.layers import layers_of_each_kind
 
-pytestmark = ranks.alone
-
 TENSOR = {"tensor_parallel_degree": 2}
 LAYOUTS = [
     ("llama-1b", 2, {}, "plain"),

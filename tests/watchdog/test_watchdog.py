@@ -19,8 +19,6 @@ from octavo.watchdog.diagnosis import Failure, Heartbeat, Progress
 from octavo.watchdog.processes import SharedPage, without_garbage_collection
 from octavo.watchdog.watchdog import PeerFailed, Watchdog, is_consequence
 
-pytestmark = ranks.alone
-
 
 def heartbeat(phase, step=4, *, phases=0, seconds=100.0, training=1, first=False, ended=""):
     return Heartbeat(1, Progress(training, step, phases, phase, first), seconds, ended, "here", 1, 1, -1)
