@@ -296,18 +296,19 @@ def _figure(one: Comparison) -> str:
 
 
 def _table(compared: Sequence[Comparison], folder: Path) -> list[str]:
-    """A line for each workload. The last column has the parts of the peers' settings that differ."""
-    rate = rate_of(one.octavo for one in compared)
-    titles = ["workload", f"Octavo, {rate}", f"best peer, {rate}", _TIMES, "GiB, Octavo and peer", "peer's setting"]
+    """A line for each workload. A last column has the parts of the peers' settings that differ, if any do."""
+    rate, shared = rate_of(one.octavo for one in compared), _shared(compared)
+    differing = [[part for part in setting(one.peer, one.machine) if part not in shared] for one in compared]
+    titles = ["workload", f"Octavo, {rate}", f"best peer, {rate}", _TIMES, "GiB, Octavo and peer"]
+    titles += ["peer's setting"] * any(differing)
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
-    shared = _shared(compared)
-    for one in compared:
+    for one, settings in zip(compared, differing, strict=True):
         octavo, peer = one.octavo, one.peer
         link = f"[JSON]({Path(os.path.relpath(one.path, folder)).as_posix()})"
         memory = [f"{row['peak_gib']:.1f}" if row.get("peak_gib") else _DASH for row in (octavo, peer)]
-        differing = [part for part in setting(peer, one.machine) if part not in shared]
         cells = [f"{title_of(octavo)}{_DAGGER * _one_by_one(one)} ({link})", f"**{speed(octavo):,.0f}**", f"{speed(peer):,.0f}"]
-        cells += [f"{speed(octavo) / speed(peer):.3f}", " and ".join(memory), ", ".join(differing) or _DASH]
+        cells += [f"{speed(octavo) / speed(peer):.3f}", " and ".join(memory)]
+        cells += [", ".join(settings) or _DASH] * any(differing)
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 

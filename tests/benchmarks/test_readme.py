@@ -106,6 +106,17 @@ def footnote(page):
     return " ".join(part(page, "table").split("\n\n")[1].split())
 
 
+def test_a_column_has_what_differs_between_peers_and_is_left_out_where_nothing_does(folder):
+    other = [each | {"workload": "llama-8b-8layers"} for each in ROWS]
+    (folder / "benchmarks" / "other.json").write_text(json.dumps(document("one-gpu", other)))
+    assert len(cells(write(folder, "one", "vit"), "one")) == 5
+    page = write(folder, "one", "other")
+    assert len(cells(page, "one")) == len(cells(page, "other")) == 4
+    assert "in all rows: Transformer Engine 2.20.2, FP8 with delayed scaling, FP8 head, flash-attn-4's attention" in footnote(
+        page
+    )
+
+
 def test_ratios_are_to_the_best_peer_at_its_best_setting(folder):
     page = write(folder, "one", "vit", "two")
     bullet = " ".join(part(page, "figure").split())
