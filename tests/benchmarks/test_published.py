@@ -125,6 +125,7 @@ def test_a_measured_row_is_left_out_and_one_that_is_not_complete_is_replaced(tmp
     assert json.loads(path.read_text()) == again
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("forked_workers")
 def test_an_interrupted_row_leaves_nothing_and_is_measured_again(tmp_path, monkeypatch):
     place = tmp_path / "temporary"
@@ -328,6 +329,7 @@ def peers_losses(case, sync_each):
     return losses, sum(elements)
 
 
+@pytest.mark.long
 def test_peers_recompute_layers_and_reduce_in_each_micro_batch():
     case = CASES["tiny-4-micro-batches"]
     recomputed = dataclasses.replace(case, recompute=True)

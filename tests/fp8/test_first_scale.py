@@ -319,7 +319,7 @@ def test_compiled_code_in_a_checkpoint_repeats_its_forward_behind_another_forwar
         torch.testing.assert_close(other, eager, rtol=1e-5, atol=1e-5 * eager.abs().max().item())
 
 
-@pytest.mark.long(lambda make: make is not LAYERS["linear"])
+@pytest.mark.long
 @torch_warns_of_itself
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
 def test_compiled_code_casts_the_first_time_as_eager_code(make, draw):

@@ -251,7 +251,7 @@ def compare(found, wanted):
         assert torch.equal(one, other)
 
 
-@pytest.mark.long(lambda recompute: recompute is True)
+@pytest.mark.long
 @pytest.mark.parametrize("recompute", [True, "mlp"])
 def test_blocks_that_are_computed_again(recompute):
     size, *setting = CASES["bf16"]

@@ -166,7 +166,7 @@ def trained(asked, memories, *, delayed=True):
     return losses, weights, any(map(frees, model.modules())), octavo.describe(model).gathered
 
 
-@pytest.mark.long(lambda delayed: not delayed)
+@pytest.mark.long
 @pytest.mark.parametrize("delayed", [False, True])
 def test_auto_computes_the_bits_of_the_value_that_it_chooses(delayed):
     freed, kept = (ranks.run(2, trained, asked, None, delayed=delayed) for asked in (True, False))

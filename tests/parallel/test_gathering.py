@@ -209,11 +209,7 @@ def differences(found, wanted):
     return names
 
 
-@pytest.mark.long(
-    lambda recipe, micro_batches, sizes: (
-        recipe is None or isinstance(recipe, CurrentScaling) or (micro_batches, sizes) == (3, "llama")
-    )
-)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("recipe", "micro_batches", "keep", "sizes"),
     [

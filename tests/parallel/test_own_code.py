@@ -316,7 +316,7 @@ def in_orders(keep, recipe, micro_batches, evaluation):
     return found
 
 
-@pytest.mark.long(lambda evaluation, micro_batches: micro_batches == 1 or not isinstance(evaluation, DelayedScaling))
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("recipe", "evaluation", "micro_batches"),
     [

@@ -235,7 +235,7 @@ def test_scales_of_rows_and_blocks_are_those_of_slices_on_one_rank(world, name):
             assert {n: error for n, error in apart.items() if not error < 1e-6} == {}
 
 
-@pytest.mark.long(lambda name: name == "rowwise")
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["rowwise", "block"])
 def test_steps_with_scales_of_rows_and_blocks(name):
     """As far from unrounded gradients as one rank, whose rows are longer; what changes no cast here changes no number."""

@@ -345,7 +345,7 @@ def test_an_overflow_of_one_tensor_rank_is_skipped_by_all(tiny_run, count, more,
     assert [r["step"] for r in records(tiny.output) if r["skipped"]] == [2, 4]
 
 
-@pytest.mark.long(lambda scale, layouts: scale == "4096.0" or layouts is FURTHER)
+@pytest.mark.long
 @pytest.mark.parametrize("scale", ['"dynamic"', "4096.0"])
 @pytest.mark.parametrize("layouts", [[(2, ["train.recompute=true"]), (4, [CONTEXT])], FURTHER], ids=["few", "further"])
 def test_tensor_ranks_train_in_float16_as_one_does(tiny_run, scale, layouts):
