@@ -162,6 +162,7 @@ def test_weights_of_another_shape_are_found_from_the_headers(refused, model_fold
     assert "(96, 32)" in message
 
 
+@pytest.mark.long
 def test_weights_by_an_id_come_from_the_cache_without_a_network(tiny_run, model_folder, tmp_path):
     cached = tmp_path / "cache" / "models--owner--tiny"
     (cached / "refs").mkdir(parents=True)

@@ -264,6 +264,7 @@ def test_an_entry_alone_takes_its_steps_at_once(tmp_path, monkeypatch, forked_wo
     assert not any("turns" in line for line in said)
 
 
+@pytest.mark.long
 def test_what_ends_a_suite_loses_no_finished_entry(tmp_path, monkeypatch, forked_workers):
     monkeypatch.setattr("benchmarks.measure.all_fit", lambda *given: False)
 

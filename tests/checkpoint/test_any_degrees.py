@@ -142,7 +142,7 @@ def torn(one, other, folder):
     return said | {"pieces of two": "overlap or leave a gap"}
 
 
-@pytest.mark.long(lambda of: of == "4 tensor, shard")
+@pytest.mark.long
 @pytest.mark.parametrize("of", ["4 tensor, shard", "4 expert, tensor, shard"])
 def test_torn_and_mixed_folders_are_refused_on_all_ranks_of_another_layout(tmp_path, data, of):
     case, (size, given) = layouts.Case(SHAPE, data, True), LAYOUTS[of]

@@ -57,6 +57,7 @@ def test_what_one_layout_saves_another_loads_to_the_bit(saved, before, after):
         assert [continued for _, *continued in found] == [continued for _, *continued in wrote]
 
 
+@pytest.mark.long
 def test_ranks_without_a_record_draw_their_own_numbers_the_same_ones_each_time(saved):
     path, wrote = saved("2")
     once, again = (ranks.run(4, rank_saving.load, path, {}) for _ in range(2))

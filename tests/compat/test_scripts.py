@@ -148,6 +148,7 @@ def test_an_smp_training_resumes_to_the_same_numbers(tmp_path, degree, samples):
     assert rows[0]["loss"] == pytest.approx(loss.item(), rel=1e-3)
 
 
+@pytest.mark.long
 def test_the_names_of_the_published_script_train_and_resume_from_a_checkpoint_of_each_kind(tmp_path):
     run_forked(tmp_path / "run", SCRIPTS / "smp_checkpoints.py", tmp_path, environment={"OMP_NUM_THREADS": "1"})
     losses, *resumed = json.loads((tmp_path / "losses.json").read_text())

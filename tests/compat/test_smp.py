@@ -52,6 +52,7 @@ def test_a_model_is_placed_once(te, tsm, tmp_path):
     assert fsdp_ranks.placements("meta") == {"placed": 1, "kept": 8}
 
 
+@pytest.mark.long
 def test_a_second_world_has_meshes_of_its_own(tmp_path):
     for rank, (first, second) in enumerate(ranks.run(4, fsdp_ranks.two_worlds, str(tmp_path))):
         assert first == second

@@ -203,6 +203,7 @@ def test_what_tensor_ranks_do_not_share_is_refused_by_the_scripts_key():
             assert "octavo.init" not in found[name], found[name]
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:Found a non-scalar tensor with numel=1:UserWarning")
 def test_a_script_in_float16_skips_the_same_steps_on_all_ranks():
     """Its losses are those of the script without tensor ranks, and with an infinity on either rank."""

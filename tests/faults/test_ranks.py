@@ -117,6 +117,7 @@ def test_rank_0_killed_before_the_first_step(job, command):
     ends_with(job(command, fault="kill:start:0:0"), "rank 0 of 3 was killed in start, before the first step ")
 
 
+@pytest.mark.long
 def test_a_rank_that_is_frozen(job, command):
     job = job([*command, *SHORT], fault=f"freeze:backward:{STEP}:0")
     ends_with(job, f"rank 0 of 3 has been silent for [5-7] s in backward of step {STEP} ")

@@ -252,7 +252,7 @@ def test_a_compiled_linear_gives_the_numbers_of_an_eager_one(recipe, inside, row
             assert snapshot(twin) == snapshot(layer)
 
 
-@pytest.mark.long(lambda recipe: recipe == "rowwise")
+@pytest.mark.long
 @torch_warns_of_itself
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of Inductor
 @pytest.mark.parametrize("recipe", ["block", "rowwise"])

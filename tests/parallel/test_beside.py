@@ -122,7 +122,7 @@ def both(first, second, orders, recompute):
     return found
 
 
-@pytest.mark.long(lambda first, second, recompute: (first, second) != ("delayed", "current") or not recompute)
+@pytest.mark.long
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize(
     ("first", "second"), [("delayed", "current"), ("current", "delayed"), ("rowwise", "delayed"), ("delayed", "block")]

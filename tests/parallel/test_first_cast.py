@@ -37,7 +37,7 @@ def test_experts_over_ranks_are_cast_by_the_largest_amax_of_all(degrees):
             assert (gradient - expected[name]).norm() <= 1e-5 * expected[name].norm(), name
 
 
-@pytest.mark.long(lambda layout: layout != "replicate 2 x shard 2")
+@pytest.mark.long
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_first_step_trains_as_under_current_scaling(layout):
     """Its gradients have no zeros of a scale of 1; the records behind it are the same on all ranks."""

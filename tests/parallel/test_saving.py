@@ -119,6 +119,7 @@ def _save_adapters(folder):
     return counts
 
 
+@pytest.mark.long
 def test_adapters_of_every_kind_are_written_whole_by_one_rank(tmp_path):
     counts = ranks.run(2, _save_adapters, tmp_path)
     for kind in ADAPTERS:

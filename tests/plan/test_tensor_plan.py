@@ -226,6 +226,7 @@ def test_a_tensor_degree_that_fits_is_advised_and_really_fits(tiny_run, before):
         assert option.changes.get(DEGREE, before + 1) > before
 
 
+@pytest.mark.long
 def test_what_is_advised_beside_whole_experts_really_fits(tiny_run):
     """Mixtral 8x7B, whose experts are over two ranks of each tensor group of four."""
     run, given = tiny_run(), [*LARGE, "model.source=mixtral-8x7b", f"{DEGREE}=4", "parallel.expert_parallel_degree=2"]

@@ -33,7 +33,7 @@ def numbers(output):
     return [(record["loss"], record["grad_norm"]) for record in read_metrics(output / "metrics.jsonl")]
 
 
-@pytest.mark.long(lambda world: world == 1)
+@pytest.mark.long
 @pytest.mark.parametrize("world", [1, 2])
 def test_steps_without_fp8_are_those_of_a_run_without_it(tiny_run, world):
     """To the bit on one rank; shards are gathered in float32 there, whose gradients are not rounded to bf16."""

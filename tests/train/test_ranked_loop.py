@@ -55,6 +55,7 @@ def test_two_and_four_ranks_train_as_one_does(tiny_run, packing, layouts):
             assert a.get("validation_loss", 0) == pytest.approx(b.get("validation_loss", 0), rel=1e-5)
 
 
+@pytest.mark.long
 def test_a_validation_is_the_same_on_any_number_of_ranks(tiny_run):
     """Without `train.micro_batch`, which is then another on each number of ranks."""
     given = [*EXACT, "train.global_batch=4", "train.validate_batches=1", "data.packing=documents"]
@@ -210,6 +211,7 @@ def overflowing(file, overrides):
     return run(file, overrides)
 
 
+@pytest.mark.long
 def test_each_rank_keeps_the_state_of_its_callbacks(tiny_run):
     """Another number of ranks: a new rank has rank 0's."""
     several = tiny_run("several", steps=3)

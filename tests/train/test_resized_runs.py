@@ -105,7 +105,7 @@ def train(file, overrides):
     return Trainer(RunConfig.from_file(file, overrides), console=Console(quiet=True)).train().summary.loss
 
 
-@pytest.mark.long(lambda tied: not tied)
+@pytest.mark.long
 @pytest.mark.parametrize("tied", [False, True])
 def test_two_and_four_ranks_train_it_as_one_does(made, tied):
     given = ["model.resize=true", "model.dtype=float32", "fp8.enabled=false", "train.micro_batch=1"]

@@ -132,7 +132,7 @@ def train(file, overrides):
     Trainer(RunConfig.from_file(file, overrides), console=Console(quiet=True)).train()
 
 
-@pytest.mark.long(lambda packing: packing == "join")
+@pytest.mark.long
 @pytest.mark.parametrize("packing", ["join", "documents"])
 def test_ranks_and_a_resume_train_on_the_same_targets(labelled, packing):
     """Rows are uneven: some ranks and micro-batches have many times as many targets as others."""

@@ -98,6 +98,7 @@ def test_ranks_with_experts_train_as_one_does(tiny_run):
                 assert a.get(key, 0) == pytest.approx(b.get(key, 0), rel=1e-4), key
 
 
+@pytest.mark.long
 def test_what_a_run_combines_with_tensor_parallelism(tiny_run, tmp_path):
     """Pretrained weights that get more words, a frozen part, chunks of the MLP, recomputation, offloading, sums in each
     micro-batch, another loss: beside one rank."""

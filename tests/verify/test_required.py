@@ -67,6 +67,7 @@ def trained_on_a_set_of_the_hub(file, overrides):
         return trained(file, [*overrides, "data.source=someone/texts", "data.split=train"])
 
 
+@pytest.mark.long
 def test_packing_that_only_prepared_data_tell_is_compared_then(tiny_run, tmp_path):
     tiny, path = tiny_run(steps=1), tmp_path / "verify.json"
     folder = json.dumps(str(tmp_path / "data"))

@@ -58,7 +58,7 @@ def test_a_layout_is_equal_and_continues_in_others(source, world, degrees, kind)
 
 
 @pytest.mark.parametrize("degrees", [{}, {"hybrid_shard_degree": 1}])
-@pytest.mark.long(lambda degrees: degrees != {})
+@pytest.mark.long
 def test_shards_and_replicas_are_compared_with_one_another_in_fp8_and_with_one_rank_by_a_checkpoint(degrees):
     found = comparisons(run_of("llama-1b"), 2, degrees, kinds=["fp8"])
     wanted = ["beside 2 data-parallel ranks", "continued in tensor 2", "continued on one rank"]
@@ -92,7 +92,7 @@ def test_scales_of_current_scaling_are_equal(source):
     assert sum(name.startswith("scale ") and "before step 1" in name for name in names) >= 16  # of inputs and weights
 
 
-@pytest.mark.long(lambda recipe: recipe == "rowwise")
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("source", "degrees", "recipe"),
     [
@@ -119,7 +119,7 @@ ADAPTERS = [
 ]
 
 
-@pytest.mark.long(lambda lora, kind: kind == "fp8" or "dropout" in lora)
+@pytest.mark.long
 @pytest.mark.parametrize(("source", "world", "degrees", "lora", "kind"), ADAPTERS)
 def test_adapters_are_compared_and_continue_beside_a_frozen_base(source, world, degrees, lora, kind):
     found = comparisons(run_of(source, lora=lora), world, degrees, kinds=[kind])

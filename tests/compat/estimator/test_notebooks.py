@@ -292,6 +292,7 @@ while one.latest_training_job is None or ("ValueError" in {script!r} and one.lat
         job.stop()
 
 
+@pytest.mark.long
 def test_a_script_of_smddp_reduces_over_the_ranks_that_it_asks_for(place, capfd):
     (place / "shared-scripts" / "train.py").write_text(
         """import json, os

@@ -341,6 +341,7 @@ def _statement(rng, depth=0):
     return _drawn(rng, rng.choice(AROUND if depth < 2 and rng.random() < 0.35 else PLAIN), depth)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_no_value_of_a_generated_script_is_another_than_its_run_has(tmp_path):
     whole = runs = 0
