@@ -112,9 +112,8 @@ def test_a_column_has_what_differs_between_peers_and_is_left_out_where_nothing_d
     assert len(cells(write(folder, "one", "vit"), "one")) == 5
     page = write(folder, "one", "other")
     assert len(cells(page, "one")) == len(cells(page, "other")) == 4
-    assert "in all rows: Transformer Engine 2.20.2, FP8 with delayed scaling, FP8 head, flash-attn-4's attention" in footnote(
-        page
-    )
+    shared = "in all rows: Transformer Engine 2.20.2, FP8 with delayed scaling, FP8 head, flash-attn-4's attention"
+    assert shared in footnote(page)
 
 
 def test_ratios_are_to_the_best_peer_at_its_best_setting(folder):

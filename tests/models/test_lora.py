@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from expectations import refused
 from llamas import VOCABULARY, llama, tokens
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import octavo
-from octavo.errors import InputError
 from octavo.fp8.recipe import Operand
 from octavo.fp8.scaling import states_of
 from octavo.models.convert import conversion
@@ -202,13 +202,6 @@ def test_dropout_is_of_training_alone_and_each_matrix_draws_its_own():
     assert not torch.equal(first, second)
     model.eval()
     assert torch.equal(model(input_ids=ids).logits, model(input_ids=ids).logits)
-
-
-def refused(words, call, *args, **options):
-    with pytest.raises(InputError) as caught:
-        call(*args, **options)
-    for word in (words,) if isinstance(words, str) else words:
-        assert word in str(caught.value), str(caught.value)
 
 
 @pytest.mark.parametrize(

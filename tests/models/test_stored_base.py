@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
+from expectations import refused
 from llamas import llama, tokens
 
 import octavo
-from octavo.errors import InputError
 from octavo.fp8.scaling import states_of
 from octavo.models.lora import adapted
 
@@ -89,13 +89,6 @@ def test_layers_out_of_fp8_and_forwards_in_high_precision_read_the_values_of_the
     model.to(torch.bfloat16)  # rounds no byte and no scale
     first, second = (dict(each.named_parameters()) for each in (model, twin))
     assert all(torch.equal(first[name], second[name]) for name in first if first[name].dtype == torch.uint8)
-
-
-def refused(words, call, *args, **options):
-    with pytest.raises(InputError) as caught:
-        call(*args, **options)
-    for word in (words,) if isinstance(words, str) else words:
-        assert word in str(caught.value), str(caught.value)
 
 
 def test_recipes_and_forwards_that_stored_weights_do_not_have_are_refused_by_name():
